@@ -1,0 +1,130 @@
+"""Contracts: what a patch replaces, what it relies on, and the code that it was proven against."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# What a maintainer needs a year later, demanded of every patch.
+PROSE = ("summary", "what", "why", "how", "delete_when")
+
+
+class Declined(Exception):
+    """The one way in which a patch says no. Its text is a reason that a person can act on."""
+
+
+class ContractError(ValueError):
+    """A `patch.toml` that cannot be read. Names the file and the field."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One shape of vLLM's code that a patch fits: fingerprints of targets and premises with the versions they were seen in."""
+
+    name: str
+    targets: Mapping[str, Mapping[str, tuple]]
+    premises: Mapping[str, Mapping[str, tuple]]
+
+    def paths(self) -> dict:
+        """Every target and premise, as path -> {fingerprint: versions}."""
+        return {**self.targets, **self.premises}
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A parsed `patch.toml`."""
+
+    name: str
+    engine: str
+    vllm: SpecifierSet
+    forms: tuple
+    prose: Mapping[str, str] = field(default_factory=dict)
+    upstream: tuple = ()
+    folder: Path | None = None
+
+    def meant_for(self, version: str | None) -> bool:
+        """Whether this patch is meant for a vLLM version. A version that cannot be read counts as today's."""
+        try:
+            return version is None or self.vllm.contains(Version(version).base_version, prereleases=True)
+        except InvalidVersion:
+            return True
+
+    def match(self, seen: Mapping[str, str | None]) -> Form:
+        """The first form whose every fingerprint is among `seen` (path -> fingerprint, None where the code is missing).
+
+        Raises Declined with the differences of the form that comes closest.
+        """
+        closest: list | None = None
+        for form in self.forms:
+            differences = []
+            for path, known in form.paths().items():
+                if seen.get(path) is None:
+                    differences.append(f"{path} is missing")
+                elif seen[path] not in known:
+                    differences.append(f"{path} changed")
+            if not differences:
+                return form
+            if closest is None or len(differences) < len(closest):
+                closest = differences
+        raise Declined("; ".join(closest or ["the contract has no forms"]))
+
+
+def load(folder: Path) -> Contract:
+    """Read `folder/patch.toml`. Raises ContractError, which names the file and the field at fault."""
+    path = folder / "patch.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ContractError(f"{path}: {error}") from error
+
+    def text(name: str) -> str:
+        value = table.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise ContractError(f"{path}: {name!r} must be a text")
+        return value.strip()
+
+    name = text("name")
+    if name.replace("-", "_") != folder.name:
+        raise ContractError(f"{path}: 'name' is {name!r}, but the folder is {folder.name!r}")
+    try:
+        versions = SpecifierSet(text("vllm"))
+    except InvalidSpecifier as error:
+        raise ContractError(f"{path}: 'vllm': {error}") from error
+    forms = tuple(_form(path, form) for form in table.get("forms", ()))
+    if not forms:
+        raise ContractError(f"{path}: needs at least one [[forms]]")
+    return Contract(
+        name=name,
+        engine=text("engine"),
+        vllm=versions,
+        forms=forms,
+        prose={key: text(key) for key in PROSE},
+        upstream=tuple(table.get("upstream", ())),
+        folder=folder,
+    )
+
+
+def _form(path: Path, table: Mapping) -> Form:
+    def known(kind: str) -> dict:
+        result = {}
+        for target, fingerprints in table.get(kind, {}).items():
+            if target.count(":") != 1:
+                raise ContractError(f"{path}: {kind} {target!r} must read 'module:qualname'")
+            result[target] = {digest: tuple(versions) for digest, versions in fingerprints.items()}
+        return result
+
+    if not isinstance(table.get("name"), str):
+        raise ContractError(f"{path}: every [[forms]] needs a 'name'")
+    if not table.get("targets"):
+        raise ContractError(f"{path}: form {table['name']!r} needs targets")
+    return Form(name=table["name"], targets=known("targets"), premises=known("premises"))

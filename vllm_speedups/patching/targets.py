@@ -1,0 +1,143 @@
+"""Targets: finding a definition in the source without importing it, and telling stock objects from replaced ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType
+
+from .contract import Declined
+from .fingerprint import find, fingerprint
+
+
+def split(path: str) -> tuple:
+    """`module:qualname` as (module, qualname)."""
+    module, _, qualname = path.partition(":")
+    return module, qualname
+
+
+def source_file(module: str) -> Path | None:
+    """The source file of a module, found without importing it or its parents, or None."""
+    root, *rest = module.split(".")
+    loaded = sys.modules.get(root)
+    places = list(getattr(loaded, "__path__", ()))
+    if not places:
+        try:
+            spec = importlib.util.find_spec(root)
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return None
+        if not rest:
+            return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+        places = list(spec.submodule_search_locations or ())
+    for place in places:
+        base = Path(place, *rest)
+        for candidate in (base.with_suffix(".py") if rest else base / "__init__.py", base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+@lru_cache(maxsize=64)
+def _parsed(path: Path, size: int, changed: int) -> ast.Module:
+    return ast.parse(path.read_bytes(), filename=str(path))
+
+
+def _node(path: str) -> ast.AST | None:
+    module, qualname = split(path)
+    file = source_file(module)
+    if file is None:
+        return None
+    try:
+        status = file.stat()
+        return find(_parsed(file, status.st_size, status.st_mtime_ns), qualname)
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def forget_sources() -> None:
+    """Drop the parsed sources: they are large and only needed while contracts are checked."""
+    _parsed.cache_clear()
+
+
+def seen_fingerprint(path: str) -> str | None:
+    """The fingerprint of `module:qualname` as installed, or None where there is no such definition to be read."""
+    node = _node(path)
+    return None if node is None else fingerprint(node)
+
+
+def resolve(path: str) -> object:
+    """The live object. Raises Declined where the imported module lacks it."""
+    module, qualname = split(path)
+    value: object = sys.modules[module]
+    for name in qualname.split("."):
+        value = value.__dict__.get(name, _MISSING) if isinstance(value, type) else getattr(value, name, _MISSING)
+        if value is _MISSING:
+            raise Declined(f"{path} is not there at run time")
+    return value
+
+
+def require_stock(path: str) -> object:
+    """The live object, if it is the one that the source file defines. Raises Declined naming who replaced it.
+
+    Functions are compared with the source by file and first line, classes by module and name: a wrapper made by
+    another plugin has a code object of its own, or none.
+    """
+    value = resolve(path)
+    module, qualname = split(path)
+    owner = getattr(value, "__vllm_speedups__", None)
+    if owner is not None:
+        raise Declined(f"{path} is already replaced by our own patch {owner}")
+    node = _node(path)
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return value
+    if isinstance(value, type):
+        if (value.__module__, value.__qualname__) != (module, qualname):
+            raise Declined(f"{path} was replaced by {value.__module__}.{value.__qualname__}")
+        return value
+    if node is None:
+        raise Declined(f"the source of {path} cannot be read")
+    code = _own_code(value, bool(getattr(node, "decorator_list", ())))
+    first_line = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    if (
+        code is None
+        or code.co_firstlineno != first_line
+        or not _same_file(code.co_filename, source_file(module))
+        or code.co_name != qualname.rpartition(".")[2]
+    ):
+        raise Declined(f"{path} was replaced by {_origin(value, code)}")
+    return value
+
+
+def _own_code(value: object, decorated: bool):
+    """The code object of a function. What a wrapper wraps counts only where the source has decorators of its own."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if decorated:
+        while hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+    elif "__wrapped__" in getattr(value, "__dict__", {}):
+        return None
+    return value.__code__ if isinstance(value, FunctionType) else None
+
+
+def _same_file(one: str, other: Path | None) -> bool:
+    if other is None:
+        return False
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _origin(value: object, code) -> str:
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    wrapper = getattr(value, "__code__", None)
+    where = f" ({wrapper.co_filename}:{wrapper.co_firstlineno})" if wrapper is not None else ""
+    return f"a {type(value).__module__}.{type(value).__qualname__}{where}"
+
+
+_MISSING = object()

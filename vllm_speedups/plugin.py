@@ -1,0 +1,118 @@
+"""The vllm.general_plugins entry point: applies the patches that fit, once a process, and reports in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+from . import __version__, settings
+from .patching import DECLINED, DISABLED, NOT_MEANT, Patch, apply, load
+
+logger = logging.getLogger("vllm.speedups")
+
+_lock = threading.Lock()
+_patches: list | None = None
+
+
+class PatchNotApplied(RuntimeError):
+    """Raised at load under VLLM_SPEEDUPS_STRICT=1 when a patch meant for this engine was not applied."""
+
+
+def discover() -> list:
+    """One Patch for every folder under `patches/`, by name. Raises ContractError for one that cannot be read."""
+    from . import patches
+
+    found = []
+    for place in patches.__path__:
+        for file in sorted(Path(place).glob("*/patch.toml")):
+            contract = load(file.parent)
+            found.append(Patch(contract, glue=f"{patches.__name__}.{file.parent.name}"))
+    return found
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes, as often as it likes. Raises only under VLLM_SPEEDUPS_STRICT=1."""
+    try:
+        declined = _register()
+    except Exception:
+        if settings.current().strict:
+            raise
+        logger.exception("vllm-speedups: could not start, vLLM runs stock")
+        return
+    if declined and settings.current().strict:
+        reasons = "; ".join(f"{patch.name}: {patch.reason}" for patch in declined)
+        raise PatchNotApplied(f"{settings.STRICT}=1 and not applied: {reasons}")
+
+
+def _register() -> list:
+    """Apply on the first call. Returns the patches meant for this engine that declined."""
+    global _patches
+    with _lock:
+        if _patches is None:
+            _declare_variables()
+            chosen = settings.current()
+            patches = discover()
+            _warn_of_unknown(chosen.disable, {patch.name for patch in patches})
+            apply(patches, vllm_version(), chosen.disables, eager=chosen.strict)
+            _patches = patches
+            logger.info("%s", summary(patches))
+        return [patch for patch in _patches if patch.status == DECLINED]
+
+
+def patches() -> list:
+    """The patches of this process, empty before `register` ran."""
+    return list(_patches or ())
+
+
+def revert() -> None:
+    """Restore stock vLLM in this process. Patches that wait for an import are called off."""
+    for patch in patches():
+        if patch.active:
+            patch.revert()
+
+
+def vllm_version() -> str | None:
+    """The version that the imported vLLM says it is, or None."""
+    module = sys.modules.get("vllm.version") or sys.modules.get("vllm")
+    return getattr(module, "__version__", None)
+
+
+def summary(patches: list) -> str:
+    """The one line about what was applied and what was not, and why."""
+    parts = [f"applied {', '.join(patch.name for patch in patches if patch.active) or 'nothing'}"]
+    for patch in patches:
+        if patch.status in (DECLINED, DISABLED):
+            parts.append(f"{patch.name} {patch.status}: {patch.reason}")
+    return f"vllm-speedups {__version__} on vLLM {vllm_version() or '(unknown version)'}: {' | '.join(parts)}"
+
+
+def _declare_variables() -> None:
+    """Make our variables known to vLLM, which warns about, or rejects, unknown ones that begin with VLLM_.
+
+    Only those that are set, and always as None: vLLM hashes all variables that it knows into the key of its compile
+    cache, and a setting of ours must not throw that cache away.
+    """
+    known = getattr(sys.modules.get("vllm.envs"), "environment_variables", None)
+    if known is None:
+        return
+    for name in settings.VARIABLES:
+        if name in os.environ and name not in known:
+            known[name] = _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+def _warn_of_unknown(disabled: tuple, known: set) -> None:
+    unknown = [name for name in disabled if name not in known and name != "all"]
+    if unknown:
+        logger.warning(
+            "%s names no known patch: %s (known: %s)", settings.DISABLE, ", ".join(unknown), ", ".join(sorted(known))
+        )
+
+
+__all__ = ["NOT_MEANT", "PatchNotApplied", "discover", "patches", "register", "revert", "summary", "vllm_version"]
