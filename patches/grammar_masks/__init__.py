@@ -1,0 +1,88 @@
+"""Glue of `grammar-masks`: where vLLM's V1 workers apply the scheduler's bitmask to the logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm_speedups import settings
+from vllm_speedups.masks.apply import MaskApplier
+from vllm_speedups.masks.packed import WORD, words_for
+from vllm_speedups.patching import Declined
+from vllm_speedups.telemetry import counters
+
+TARGET = "vllm.v1.structured_output.utils:apply_grammar_bitmask"
+
+
+def build(context) -> dict:
+    """The replacement of `apply_grammar_bitmask`, with a mask cache of its own."""
+    stock = context.stock[TARGET]
+    counts = counters("grammar-masks")
+    applier = MaskApplier(int(settings.current().mask_cache_mb * 2**20), counts)
+    warned = False
+
+    def apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits):
+        nonlocal warned
+        if not applier.supports(logits):
+            counts["stock"] += 1
+            return stock(scheduler_output, grammar_output, input_batch, logits)
+        rows = grammar_output.grammar_bitmask
+        if not warned and rows.shape[1] * WORD < logits.shape[1]:
+            # xgrammar tells the user, once, that some logits are past the bitmask: let it.
+            warned = True
+            return stock(scheduler_output, grammar_output, input_batch, logits)
+        try:
+            places, indices = _places(scheduler_output.scheduled_spec_decode_tokens, grammar_output, input_batch.req_ids)
+            if places != list(range(len(rows))):
+                rows = rows[places]
+            applier.apply(logits, np.ascontiguousarray(rows), indices)
+        except Exception as error:
+            context.failed(error)
+            stock(scheduler_output, grammar_output, input_batch, logits)
+        return None
+
+    return {TARGET: apply_grammar_bitmask}
+
+
+def _places(spec_tokens: dict, grammar_output, req_ids: list) -> tuple:
+    """Which bitmask rows meet which rows of logits: two lists of equal length.
+
+    The bitmask holds the guided requests in the scheduler's order, each with a row for every speculative token and one
+    more; the logits hold all requests in the worker's order. A request that left the worker's batch has no logits.
+    """
+    first_logit, position = {}, 0
+    for req_id in req_ids:
+        first_logit[req_id] = position
+        position += 1 + len(spec_tokens.get(req_id, ()))
+    places, indices, row = [], [], 0
+    for req_id in grammar_output.structured_output_request_ids:
+        count = 1 + len(spec_tokens.get(req_id, ()))
+        if req_id in first_logit:
+            places.extend(range(row, row + count))
+            indices.extend(range(first_logit[req_id], first_logit[req_id] + count))
+        row += count
+    return places, indices
+
+
+def probe(context, replacements) -> None:
+    """Stock and replacement on a small batch with a guided, an unguided and a speculating request, in three dtypes."""
+    vocab_size = 3 * WORD + 5
+    random = np.random.default_rng(0)
+    rows = random.integers(-(2**31), 2**31, (4, words_for(vocab_size)), dtype=np.int64).astype(np.int32)
+    rows[1], rows[2] = 0, -1
+    rows[1, 0] = 2
+    requests = ["guided", "unguided", "speculating"]
+    arguments = (
+        SimpleNamespace(scheduled_spec_decode_tokens={"speculating": [1, 2]}),
+        SimpleNamespace(grammar_bitmask=rows, structured_output_request_ids=["speculating", "guided"]),
+        SimpleNamespace(req_ids=requests),
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = torch.from_numpy(random.standard_normal((5, vocab_size), dtype=np.float32)).to(dtype)
+        expected, got = logits.clone(), logits.clone()
+        context.stock[TARGET](*arguments, expected)
+        replacements[TARGET](*arguments, got)
+        if not torch.equal(expected, got):
+            raise Declined(f"its probe found other logits than stock's ({dtype})")

@@ -1,0 +1,114 @@
+"""Glue of `outlines-states`: rows of the outlines backend cached under (compiled grammar, state id)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from vllm_speedups import settings
+from vllm_speedups.masks.packed import words_for
+from vllm_speedups.masks.rows import RowCache
+from vllm_speedups.patching import Declined
+from vllm_speedups.telemetry import counters
+
+MODULE = "vllm.v1.structured_output.backend_outlines"
+COMPILE = f"{MODULE}:OutlinesBackend.compile_grammar"
+ACCEPT = f"{MODULE}:OutlinesGrammar.accept_tokens"
+FILL = f"{MODULE}:OutlinesGrammar.fill_bitmask"
+
+
+def build(context) -> dict:
+    """The three methods, around one row cache a process."""
+    stock_compile, stock_accept, stock_fill = (context.stock[path] for path in (COMPILE, ACCEPT, FILL))
+    counts = counters("outlines-states")
+    cache = RowCache(int(settings.current().row_cache_mb * 2**20), counts)
+    serials = itertools.count()
+
+    def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
+        grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
+        try:
+            serial = self.__dict__.get("_speedups_serial")
+            if serial is None:
+                serial = self.__dict__.setdefault("_speedups_serial", next(serials))
+            # The vocabulary belongs to the backend; stop tokens play no part in an outlines index.
+            grammar._speedups_rows = cache.grammar((serial, request_type, grammar_spec))
+        except Exception as error:
+            context.failed(error)
+        return grammar
+
+    def accept_tokens(self, request_id, tokens):
+        """What stock does, but without a list of all allowed token ids made, and dropped, for every token."""
+        rows = getattr(self, "_speedups_rows", None)
+        if rows is None:
+            return stock_accept(self, request_id, tokens)
+        if self._is_terminated:
+            return True
+        guide, ends = self.guide, self.eos_token_id in tokens
+        if ends:
+            tokens = tokens[: tokens.index(self.eos_token_id)]
+        if tokens and not guide.accepts_tokens(tokens):
+            return False
+        for token in tokens:
+            guide.advance(token, False)
+            if guide.get_state() not in rows.rows:
+                # Stock's `advance` raises in a state that allows nothing; listing its tokens raises the same error.
+                guide.get_tokens()
+        if ends:
+            if not guide.is_finished():
+                if tokens:
+                    guide.rollback_state(len(tokens))
+                return False
+            self._is_terminated = True
+        self.num_processed_tokens += len(tokens) + ends
+        return True
+
+    def fill_bitmask(self, bitmask, idx):
+        rows = getattr(self, "_speedups_rows", None)
+        if rows is None:
+            return stock_fill(self, bitmask, idx)
+        state = self.guide.get_state()
+        row = rows.rows.get(state)
+        if row is not None and len(row) == bitmask.shape[1]:
+            bitmask.numpy()[idx] = row
+            counts["hits"] += 1
+            return None
+        stock_fill(self, bitmask, idx)
+        counts["misses"] += 1
+        try:
+            rows.put(state, bitmask.numpy()[idx])
+        except Exception as error:
+            context.failed(error)
+        return None
+
+    return {COMPILE: compile_grammar, ACCEPT: accept_tokens, FILL: fill_bitmask}
+
+
+def probe(context, replacements) -> None:
+    """Two grammars of one regular expression, one driven by stock and one by us, through acceptance and rollback.
+
+    Also that compiling twice numbers the states alike, which the row cache relies on when vLLM recompiles a grammar.
+    """
+    import outlines_core
+    from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
+
+    eos, tokens = 5, {"a": [0], "b": [1], "ab": [2, 3], "c": [4]}
+    vocabulary = outlines_core.Vocabulary(eos, tokens)
+    indices = [outlines_core.Index("(ab|ac?)+b", vocabulary) for _ in range(2)]
+    if indices[0].get_transitions() != indices[1].get_transitions():
+        raise Declined("outlines_core numbers the states of one expression differently each time")
+    rows = RowCache(2**20).grammar("probe")
+    for path in ([0, 1, 1, eos, 2], [3, 0, 4, 0, 1], [2, 1, 4, eos], [0, 4, 2, 1], [0, eos]):
+        stock, ours = (OutlinesGrammar(eos + 1, eos, outlines_core.Guide(index, 8)) for index in indices)
+        ours._speedups_rows = rows
+        for step, token in enumerate(path):
+            answers, masks = [], []
+            for grammar, functions in ((stock, context.stock), (ours, replacements)):
+                answers.append(functions[ACCEPT](grammar, "probe", [token]))
+                masks.append(torch.zeros((2, words_for(eos + 1)), dtype=torch.int32))
+                functions[FILL](grammar, masks[-1], 1)
+                if step == 2:
+                    grammar.rollback(1)
+                answers.append((grammar.num_processed_tokens, grammar.is_terminated(), grammar.guide.get_state()))
+            if answers[:2] != answers[2:] or not torch.equal(*masks):
+                raise Declined(f"its probe found another row or answer than stock's after {path[: step + 1]}")

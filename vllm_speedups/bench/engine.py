@@ -1,0 +1,113 @@
+"""Engines for side-by-side runs: each in a process of its own, stock or patched, asked in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import Optional
+
+# The plugin that serves vLLM's entry point, and the variable that decides whether vLLM loads it.
+PLUGIN, CHOICE = "vllm_speedups", "VLLM_PLUGINS"
+
+
+class EngineFailed(RuntimeError):
+    """Raised when an engine process ends before it answered. Carries the end of what it printed."""
+
+
+def environment(patched: bool, extra: dict | None = None) -> dict:
+    """The environment of an engine process: everything as it is here, but with only our plugin, or none."""
+    return {
+        **os.environ,
+        CHOICE: PLUGIN if patched else "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **(extra or {}),
+    }
+
+
+def engine_arguments(model: str, backend: str | None = None, **more) -> dict:
+    """Arguments of vLLM's `LLM` for the small model of `models.build_model`."""
+    arguments = {
+        "model": model,
+        "tokenizer_mode": "mistral",
+        "config_format": "hf",
+        "load_format": "dummy",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "seed": 0,
+        **more,
+    }
+    if backend:
+        arguments["structured_outputs_config"] = {"backend": backend, **more.get("structured_outputs_config", {})}
+    return arguments
+
+
+class Engine:
+    """One engine process. Used as a context manager, it ends with the block."""
+
+    def __init__(self, arguments: dict, patched: bool, extra: dict | None = None):
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_speedups.bench.worker", json.dumps(arguments)],
+            env=environment(patched, extra),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.patched = patched
+        self.about: dict = {}
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def wait_until_ready(self) -> dict:
+        """Block until the engine has started. Raises EngineFailed if it does not."""
+        self.about = self.about or self._answer()
+        return self.about
+
+    def generate(self, prompts: Iterable, max_tokens: int, **run) -> dict:
+        """Run prompts (lists of token ids): `seconds`, `tokens` generated, and `ids` per request and sequence.
+
+        `run` may hold `guide` (arguments of StructuredOutputsParams), `seed`, `temperature` and `n`.
+        """
+        self.wait_until_ready()
+        request = {"prompts": list(prompts), "max_tokens": max_tokens, "seed": 0, **run}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def output(self) -> str:
+        """What the process has printed so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def _answer(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            tail = "\n".join(self.output().splitlines()[-25:])
+            raise EngineFailed(f"the engine process ended with status {self._process.returncode}:\n{tail}")
+        return json.loads(line)

@@ -1,0 +1,75 @@
+"""The row cache: packed rows under (compiled grammar, state id), whole grammars forgotten least recently used first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+# What a dictionary entry, its key and an array's header cost beside the row, roughly.
+_ENTRY_BYTES = 250
+
+
+class GrammarRows:
+    """The rows of one compiled grammar: state id -> int32 array [words]. Shared by all requests that use the grammar.
+
+    `rows` may be read by any thread without a lock. It is emptied when the grammar is forgotten; whoever still holds
+    this object simply misses, and what it adds then counts anew.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "key", "nbytes", "rows")
+
+    def __init__(self, cache: RowCache, key: Hashable):
+        self._cache = cache
+        self.key = key
+        self.rows: dict = {}
+        self.nbytes = 0
+
+    def put(self, state: Hashable, row: np.ndarray) -> None:
+        """Remember a copy of `row`, int32 [words], as what the grammar allows in `state`."""
+        self._cache._put(self, state, row.copy())
+
+
+class RowCache:
+    """Rows of all grammars of a process, within `budget` bytes. Thread-safe."""
+
+    def __init__(self, budget: int, counters: dict | None = None):
+        self.budget = budget
+        self.nbytes = 0
+        self.counters = counters if counters is not None else {"grammars forgotten": 0}
+        self._lock = threading.Lock()
+        self._held: OrderedDict = OrderedDict()
+        self._known: WeakValueDictionary = WeakValueDictionary()
+
+    def grammar(self, key: Hashable) -> GrammarRows:
+        """The rows of the grammar that `key` identifies: what it was compiled from, not the object it became."""
+        with self._lock:
+            rows = self._known.get(key)
+            if rows is None:
+                rows = self._known[key] = GrammarRows(self, key)
+            elif key in self._held:
+                self._held.move_to_end(key)
+            return rows
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _put(self, grammar: GrammarRows, state: Hashable, row: np.ndarray) -> None:
+        size = row.nbytes + _ENTRY_BYTES
+        with self._lock:
+            if size > self.budget or state in grammar.rows:
+                return
+            grammar.rows[state] = row
+            grammar.nbytes += size
+            self.nbytes += size
+            self._held[grammar.key] = grammar
+            self._held.move_to_end(grammar.key)
+            while self.nbytes > self.budget:
+                _, oldest = self._held.popitem(last=False)
+                self.nbytes -= oldest.nbytes
+                # A new dictionary, not clear(): a reader may be between its look-up and its copy.
+                oldest.rows, oldest.nbytes = {}, 0
+                self.counters["grammars forgotten"] += 1
