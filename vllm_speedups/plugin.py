@@ -58,7 +58,7 @@ def _register() -> list:
             _warn_of_unknown(chosen.disable, {patch.name for patch in patches})
             apply(patches, vllm_version(), chosen.disables, eager=chosen.strict)
             _patches = patches
-            logger.info("%s", summary(patches))
+            _inform(summary(patches))
         return [patch for patch in _patches if patch.status == DECLINED]
 
 
@@ -87,6 +87,20 @@ def summary(patches: list) -> str:
         if patch.status in (DECLINED, DISABLED):
             parts.append(f"{patch.name} {patch.status}: {patch.reason}")
     return f"vllm-speedups {__version__} on vLLM {vllm_version() or '(unknown version)'}: {' | '.join(parts)}"
+
+
+def _inform(text: str) -> None:
+    """Log at INFO, also where vLLM loads plugins before it configures its logging (`LLM(...)` since 0.32)."""
+    if logger.hasHandlers() or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") == "0":
+        logger.info("%s", text)
+        return
+    level = logging.getLevelName(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
+    if isinstance(level, int) and level <= logging.INFO:
+        # The stream and the shape of vLLM's own lines, for this one line.
+        stream = sys.stderr if "stderr" in os.environ.get("VLLM_LOGGING_STREAM", "") else sys.stdout
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [plugin.py] %(message)s", "%m-%d %H:%M:%S"))
+        handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
 def _declare_variables() -> None:

@@ -64,6 +64,7 @@ class Engine:
             text=True,
         )
         self.patched = patched
+        self.backend = arguments.get("structured_outputs_config", {}).get("backend")
         self.about: dict = {}
 
     def __enter__(self) -> Engine:
@@ -80,7 +81,9 @@ class Engine:
     def generate(self, prompts: Iterable, max_tokens: int, **run) -> dict:
         """Run prompts (lists of token ids): `seconds`, `tokens` generated, and `ids` per request and sequence.
 
-        `run` may hold `guide` (arguments of StructuredOutputsParams), `seed`, `temperature` and `n`.
+        `run` may hold `guide` (arguments of StructuredOutputsParams, or a list of them, None among them, to be dealt out
+        in turn), `seed` of the engine's generator, `seed_each` to give every request a seed of its own, `temperature`,
+        `n`, and `abort_at_step`, to abort every third request then. `counters` are the plugin's in that process.
         """
         self.wait_until_ready()
         request = {"prompts": list(prompts), "max_tokens": max_tokens, "seed": 0, **run}

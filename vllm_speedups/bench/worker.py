@@ -13,22 +13,25 @@ import time
 
 
 def sampling_params(run: dict, index: int):
-    """vLLM's parameters for prompt `index` of a run. Every prompt has a seed of its own, so that runs can be repeated."""
+    """vLLM's parameters for prompt `index` of a run, whose `guide` may be a list to be dealt out in turn."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     guide = run.get("guide")
+    if isinstance(guide, list):
+        guide = guide[index % len(guide)]
     return SamplingParams(
         max_tokens=run["max_tokens"],
         temperature=run.get("temperature", 1.0),
         n=run.get("n", 1),
-        seed=None,
+        seed=run["seed"] + index if run.get("seed_each") else None,
         structured_outputs=StructuredOutputsParams(**guide) if guide else None,
     )
 
 
 def serve(engine_arguments: dict, answers) -> None:
     """Start the engine, then answer each request with its token ids and the seconds it took, until the input ends."""
+    import torch
     from vllm import LLM
 
     start = time.perf_counter()
@@ -38,12 +41,33 @@ def serve(engine_arguments: dict, answers) -> None:
         run = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
         parameters = [sampling_params(run, index) for index in range(len(prompts))]
+        # The engine runs in this process and samples from torch's own generator. (A seed for each request gives every
+        # request a generator: three quarters of a step of the small model then go into drawing numbers.)
+        torch.manual_seed(run["seed"])
         start = time.perf_counter()
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        if "abort_at_step" in run:
+            ids = _with_aborts(llm.llm_engine, prompts, parameters, run["abort_at_step"])
+        else:
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+            ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
         seconds = time.perf_counter() - start
-        ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
-        answer = {"seconds": seconds, "tokens": sum(len(one) for request in ids for one in request), "ids": ids}
-        print(json.dumps(answer), file=answers, flush=True)
+        tokens = sum(len(one) for request in ids for one in request)
+        print(json.dumps({"seconds": seconds, "tokens": tokens, "ids": ids, **_what_happened(llm)}), file=answers, flush=True)
+
+
+def _with_aborts(engine, prompts: list, parameters: list, abort_at_step: int) -> list:
+    """Run requests step by step and abort every third one in the given step. Token ids, [] for the aborted."""
+    for index, (prompt, parameter) in enumerate(zip(prompts, parameters)):
+        engine.add_request(f"request-{index}", prompt, parameter)
+    finished, step = {}, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = [list(one.token_ids) for one in output.outputs]
+        step += 1
+        if step == abort_at_step:
+            engine.abort_request([f"request-{index}" for index in range(0, len(prompts), 3)])
+    return [finished.get(f"request-{index}", []) for index in range(len(prompts))]
 
 
 def _what_runs() -> dict:
@@ -58,6 +82,18 @@ def _what_runs() -> dict:
         "device": current_platform.device_type,
         "threads": torch.get_num_threads(),
     }
+
+
+def _what_happened(llm) -> dict:
+    """The plugin's counters so far, and how often the engine preempted where it keeps count."""
+    from vllm_speedups import telemetry
+
+    happened = {"counters": telemetry.snapshot()}
+    if llm.llm_engine.log_stats:
+        happened["preemptions"] = sum(
+            metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+        )
+    return happened
 
 
 def main() -> None:

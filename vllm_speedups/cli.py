@@ -1,0 +1,30 @@
+"""The command line: vllm-speedups doctor | demo | bench."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import __version__, doctor
+
+
+def main(argv: list | None = None) -> int:
+    """Run a command and return its exit status."""
+    parser = argparse.ArgumentParser(prog="vllm-speedups", description="Check, try and measure vllm-speedups.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("doctor", help="which patches apply to the installed vLLM, and why others do not")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.set_defaults(run=doctor.run)
+
+    # Imported here, not above: `doctor` must work where NumPy or torch are broken or missing.
+    from .bench import commands as benchmarks
+
+    benchmarks.add_commands(commands)
+    options = parser.parse_args(argv)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

