@@ -45,7 +45,8 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
             value = float(text)
         except ValueError:
             value = -1.0
-        if not 0 <= value < float("inf"):
+        # In bytes it must be finite too.
+        if not 0 <= value * 2**20 < float("inf"):
             warn(f"{variable}={text!r} is not a number of MiB, 0 or more: the default, {default:g}, is used")
             return default
         return value

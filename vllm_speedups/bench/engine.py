@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from typing import Optional
 
 # The plugin that serves vLLM's entry point, and the variable that decides whether vLLM loads it.
 PLUGIN, CHOICE = "vllm_speedups", "VLLM_PLUGINS"
@@ -25,6 +24,8 @@ def environment(patched: bool, extra: dict | None = None) -> dict:
         CHOICE: PLUGIN if patched else "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        # A grammar that a busy machine compiles slowly is no failure here.
+        "VLLM_REGEX_COMPILATION_TIMEOUT_S": "300",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -40,6 +41,7 @@ def engine_arguments(model: str, backend: str | None = None, **more) -> dict:
         "tokenizer_mode": "mistral",
         "config_format": "hf",
         "load_format": "dummy",
+        "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 512,
         "seed": 0,
@@ -82,8 +84,8 @@ class Engine:
         """Run prompts (lists of token ids): `seconds`, `tokens` generated, and `ids` per request and sequence.
 
         `run` may hold `guide` (arguments of StructuredOutputsParams, or a list of them, None among them, to be dealt out
-        in turn), `seed` of the engine's generator, `seed_each` to give every request a seed of its own, `temperature`,
-        `n`, and `abort_at_step`, to abort every third request then. `counters` are the plugin's in that process.
+        in turn), `seed` (that of the first request, the others count on from it), `temperature`, `n`, and
+        `abort_at_step`, to abort every third request then. `counters` are the plugin's in that process.
         """
         self.wait_until_ready()
         request = {"prompts": list(prompts), "max_tokens": max_tokens, "seed": 0, **run}

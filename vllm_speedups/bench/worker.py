@@ -24,14 +24,14 @@ def sampling_params(run: dict, index: int):
         max_tokens=run["max_tokens"],
         temperature=run.get("temperature", 1.0),
         n=run.get("n", 1),
-        seed=run["seed"] + index if run.get("seed_each") else None,
+        # A seed each, so that the ids do not depend on which requests happened to share a step.
+        seed=None if run.get("temperature") == 0 else run["seed"] + index,
         structured_outputs=StructuredOutputsParams(**guide) if guide else None,
     )
 
 
 def serve(engine_arguments: dict, answers) -> None:
     """Start the engine, then answer each request with its token ids and the seconds it took, until the input ends."""
-    import torch
     from vllm import LLM
 
     start = time.perf_counter()
@@ -41,9 +41,6 @@ def serve(engine_arguments: dict, answers) -> None:
         run = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
         parameters = [sampling_params(run, index) for index in range(len(prompts))]
-        # The engine runs in this process and samples from torch's own generator. (A seed for each request gives every
-        # request a generator: three quarters of a step of the small model then go into drawing numbers.)
-        torch.manual_seed(run["seed"])
         start = time.perf_counter()
         if "abort_at_step" in run:
             ids = _with_aborts(llm.llm_engine, prompts, parameters, run["abort_at_step"])

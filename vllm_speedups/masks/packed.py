@@ -49,14 +49,14 @@ def disallowed_ids(row: np.ndarray, vocab_size: int) -> np.ndarray:
 def fingerprints(rows: np.ndarray) -> list:
     """A 64-bit number for every row of a C-contiguous int32 [n, words], equal for equal rows.
 
-    A random linear form, drawn anew in each process, so that nobody can prepare rows that collide. It only finds
-    candidates: callers compare the rows themselves. (64 rows of 4,748 words: 0.08 ms; Python's hash of their bytes: 0.48.)
+    A random linear form, drawn anew in each process. It only finds candidates: callers compare the rows themselves.
+    (64 rows of 4,748 words: 0.14 ms; Python's hash of their bytes: 0.48.)
     """
-    wide = rows.view(np.uint64) if rows.shape[1] % 2 == 0 else rows.view(np.uint32)
-    return np.einsum("ij,j->i", wide, _weights(wide.shape[1], wide.dtype.itemsize)).tolist()
+    wide = rows.view(np.uint64) if rows.shape[1] % 2 == 0 else rows.view(np.uint32).astype(np.uint64)
+    # The product wraps, so a word's highest bits would reach the sum's highest bits only: fold them down first.
+    return np.einsum("ij,j->i", wide ^ (wide >> np.uint64(32)), _weights(wide.shape[1])).tolist()
 
 
 @lru_cache(maxsize=16)
-def _weights(width: int, itemsize: int) -> np.ndarray:
-    # 64-bit weights for 32-bit words too: NumPy then sums in 64 bits.
+def _weights(width: int) -> np.ndarray:
     return np.frombuffer(secrets.token_bytes(8 * width), dtype=np.uint64) | np.uint64(1)

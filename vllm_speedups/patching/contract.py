@@ -100,16 +100,16 @@ def load(folder: Path) -> Contract:
         versions = SpecifierSet(text("vllm"))
     except InvalidSpecifier as error:
         raise ContractError(f"{path}: 'vllm': {error}") from error
-    forms = tuple(_form(path, form) for form in table.get("forms", ()))
-    if not forms:
+    forms = table.get("forms")
+    if not isinstance(forms, list) or not forms or not all(isinstance(form, dict) for form in forms):
         raise ContractError(f"{path}: needs at least one [[forms]]")
     return Contract(
         name=name,
         engine=text("engine"),
         vllm=versions,
-        forms=forms,
+        forms=tuple(_form(path, form) for form in forms),
         prose={key: text(key) for key in PROSE},
-        upstream=tuple(table.get("upstream", ())),
+        upstream=_texts(f"{path}: 'upstream'", table.get("upstream", [])),
         folder=folder,
     )
 
@@ -118,13 +118,25 @@ def _form(path: Path, table: Mapping) -> Form:
     def known(kind: str) -> dict:
         result = {}
         for target, fingerprints in table.get(kind, {}).items():
+            where = f"{path}: {kind} {target!r}"
             if target.count(":") != 1:
-                raise ContractError(f"{path}: {kind} {target!r} must read 'module:qualname'")
-            result[target] = {digest: tuple(versions) for digest, versions in fingerprints.items()}
+                raise ContractError(f"{where} must read 'module:qualname'")
+            if not isinstance(fingerprints, dict):
+                raise ContractError(f"{where} must hold fingerprint = [versions]")
+            result[target] = {digest: _texts(f"{where} {digest}", known) for digest, known in fingerprints.items()}
         return result
 
     if not isinstance(table.get("name"), str):
         raise ContractError(f"{path}: every [[forms]] needs a 'name'")
+    for kind in ("targets", "premises"):
+        if not isinstance(table.get(kind, {}), dict):
+            raise ContractError(f"{path}: {kind!r} of form {table['name']!r} must be a table")
     if not table.get("targets"):
         raise ContractError(f"{path}: form {table['name']!r} needs targets")
     return Form(name=table["name"], targets=known("targets"), premises=known("premises"))
+
+
+def _texts(where: str, value: object) -> tuple:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ContractError(f"{where} must be a list of texts")
+    return tuple(value)

@@ -16,7 +16,7 @@ import wrapt
 
 from .contract import Contract, Declined, Form
 from .rebinding import rebind
-from .targets import forget_sources, require_stock, resolve, seen_fingerprint, split
+from .targets import forget_sources, imported, require_stock, resolve, seen_fingerprint, split
 
 logger = logging.getLogger("vllm.speedups")
 
@@ -58,6 +58,8 @@ class Patch:
     replacements: dict = field(default_factory=dict)
     gates: dict = field(default_factory=dict)
     failures: int = 0
+    _awaited: set = field(default_factory=set)
+    _proving: bool = False
     _proven: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -78,6 +80,7 @@ class Patch:
     def arm(self) -> None:
         """Install now if all target modules are imported, else as soon as they are. Raises Declined."""
         missing = sorted(self._target_modules() - set(sys.modules))
+        self._awaited = set(missing)
         for module in missing:
             wrapt.register_post_import_hook(self._imported, module)
         if not missing:
@@ -89,7 +92,12 @@ class Patch:
             if self.status != WAITING or self.form is None:
                 return
             targets = {path: require_stock(path) for path in self.form.targets}
-            premises = {path: require_stock(path) for path in self.form.premises if split(path)[0] in sys.modules}
+            ready = self._target_modules()
+            premises = {
+                path: require_stock(path)
+                for path in self.form.premises
+                if split(path)[0] in ready or imported(split(path)[0])
+            }
             self.stock = {**premises, **targets}
             glue = importlib.import_module(self.glue)
             context = Context(self.form.name, self.stock, self.failed)
@@ -107,9 +115,10 @@ class Patch:
     def prove(self) -> bool:
         """Run the probe, once; on a difference revert and say so. Whether the patch is live afterwards."""
         with self._lock:
-            if self._proven or not self.live:
+            # The lock makes other threads wait; only what the probe itself calls comes by while it runs.
+            if self._proven or self._proving or not self.live:
                 return self.live
-            self._proven = True
+            self._proving = True
             try:
                 self._probe()
             except Exception as error:
@@ -117,6 +126,8 @@ class Patch:
                 self.revert()
                 self.status, self.reason = DECLINED, reason
                 logger.warning("vllm-speedups: %s is off, vLLM runs stock there: %s", self.name, reason)
+            finally:
+                self._proven, self._proving = True, False
             return self.live
 
     def failed(self, error: BaseException) -> None:
@@ -147,7 +158,9 @@ class Patch:
 
     def _imported(self, module: object) -> None:
         """Post-import hook. Never raises: the import belongs to vLLM."""
-        if self.status != WAITING or not self._target_modules() <= set(sys.modules):
+        # Not `sys.modules`: a module that is only half executed is in there too.
+        self._awaited.discard(getattr(module, "__name__", None))
+        if self.status != WAITING or self._awaited:
             return
         try:
             self.install()

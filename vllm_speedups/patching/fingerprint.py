@@ -40,6 +40,39 @@ def find_in_source(source: str | bytes, qualname: str) -> ast.AST | None:
     return find(ast.parse(source), qualname)
 
 
+def _may_bind(line: str, name: str) -> bool:
+    """Whether a stripped line that contains `name` may bind it: errs on the side of yes."""
+    before, _, after = line.partition(name)
+    if before in ("def ", "class ", "async def "):
+        return not (after[:1].isalnum() or after[:1] == "_")
+    return "import" in before or before == "" or before.endswith(("(", ", ", "as "))
+
+
+def parse_around(source: str, name: str) -> ast.Module:
+    """A module in which `find` finds what `name` is bound to in `source`, parsing as little of it as is safe.
+
+    Where a single line binds the name, by a definition in the first column, that definition is enough. It ends where the
+    next line begins in the first column; were that inside of a string or brackets, the cut would not parse. Line numbers
+    are those of `source`. (Parsing all of vLLM's modules that patches look at takes 100 ms, this way 25.)
+    """
+    lines = source.split("\n")
+    bindings = [number for number, line in enumerate(lines) if name in line and _may_bind(line.strip(), name)]
+    first = bindings[0] if bindings else 0
+    if len(bindings) != 1 or not lines[first].startswith(("async", "def", "class")):
+        return ast.parse(source)
+    last = first + 1
+    while last < len(lines) and (not lines[last] or lines[last][0] in " \t#)]}\r\f"):
+        last += 1
+    while first and lines[first - 1].startswith(("@", "#")):
+        first -= 1
+    if first and lines[first - 1][:1] in (")", "]", "}"):
+        return ast.parse(source)
+    try:
+        return ast.parse("\n" * first + "\n".join(lines[first:last]))
+    except SyntaxError:
+        return ast.parse(source)
+
+
 def _last_binding(scope: ast.AST, name: str) -> ast.AST | None:
     found = None
     for block in _BLOCKS:
@@ -67,6 +100,9 @@ def _feed(node: object, update) -> None:
             value = getattr(node, field, None)
             if field == "body" and isinstance(node, _DOCUMENTED) and isinstance(value, list):
                 value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
+            if isinstance(node, ast.JoinedStr):
+                # Some 3.12 put empty texts into the format of an f-string.
+                value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
             if value is None and not (isinstance(node, ast.Constant) and field == "value"):
                 continue
             if isinstance(value, list) and not value:
@@ -82,4 +118,5 @@ def _feed(node: object, update) -> None:
             update(b",")
         update(b"]")
     else:
-        update(f"{type(node).__name__}:{node!r}".encode("utf-8", "surrogatepass"))
+        # Not repr(): which characters it escapes differs between Python versions.
+        update(f"{type(node).__name__}:{node!a}".encode())

@@ -19,21 +19,28 @@ def owner_of(path: str) -> tuple:
 
 
 def rebind(path: str, old: object, new: object) -> int:
-    """Replace `old` by `new` at its home and, for a module's own names, in every module that imported it by name.
+    """Replace `old` by `new` at its home and, for a module's own names, wherever it was imported by name.
 
-    Returns the number of places. Modules imported later find the new object at its home. Lazy modules are not
-    triggered: only names that are already bound are looked at.
+    Looked at are the same name in every module, and all names in modules of the target's own package. (Every name of
+    every module would be 85 ms in a vLLM process, for imports under another name that nobody makes.) Modules imported
+    later find the new object at its home. Lazy modules are not triggered: only names already bound are looked at.
+    Returns the number of places.
     """
     owner, name = owner_of(path)
     setattr(owner, name, new)
     places = 1
     if not isinstance(owner, ModuleType):
         return places
-    for module in list(sys.modules.values()):
+    package = path.partition(".")[0].partition(":")[0]
+    for full_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue
         namespace = vars(module)
-        for bound in [key for key, value in list(namespace.items()) if value is old]:
+        if full_name.partition(".")[0] == package:
+            names = [key for key, value in list(namespace.items()) if value is old]
+        else:
+            names = [name] if namespace.get(name) is old else []
+        for bound in names:
             namespace[bound] = new
             places += 1
     return places

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType
 
 from .contract import Declined
-from .fingerprint import find, fingerprint
+from .fingerprint import find, fingerprint, parse_around
 
 
 def split(path: str) -> tuple:
@@ -43,9 +43,9 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-@lru_cache(maxsize=64)
-def _parsed(path: Path, size: int, changed: int) -> ast.Module:
-    return ast.parse(path.read_bytes(), filename=str(path))
+@lru_cache(maxsize=256)
+def _parsed(file: Path, name: str, size: int, changed: int) -> ast.Module:
+    return parse_around(file.read_text(encoding="utf-8"), name)
 
 
 def _node(path: str) -> ast.AST | None:
@@ -55,7 +55,7 @@ def _node(path: str) -> ast.AST | None:
         return None
     try:
         status = file.stat()
-        return find(_parsed(file, status.st_size, status.st_mtime_ns), qualname)
+        return find(_parsed(file, qualname.partition(".")[0], status.st_size, status.st_mtime_ns), qualname)
     except (OSError, SyntaxError, ValueError):
         return None
 
@@ -69,6 +69,12 @@ def seen_fingerprint(path: str) -> str | None:
     """The fingerprint of `module:qualname` as installed, or None where there is no such definition to be read."""
     node = _node(path)
     return None if node is None else fingerprint(node)
+
+
+def imported(module: str) -> bool:
+    """Whether a module is imported, and not still being executed."""
+    found = sys.modules.get(module)
+    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
 
 
 def resolve(path: str) -> object:
@@ -96,14 +102,16 @@ def require_stock(path: str) -> object:
     node = _node(path)
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         return value
-    if isinstance(value, type):
+    # Types are asked for with type(), never isinstance(): a wrapt proxy claims to be what it wraps.
+    if issubclass(type(value), type):
         if (value.__module__, value.__qualname__) != (module, qualname):
             raise Declined(f"{path} was replaced by {value.__module__}.{value.__qualname__}")
         return value
     if node is None:
         raise Declined(f"the source of {path} cannot be read")
-    code = _own_code(value, bool(getattr(node, "decorator_list", ())))
-    first_line = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    decorators = getattr(node, "decorator_list", ())
+    code = _own_code(value, not all(_makes_method(decorator) for decorator in decorators))
+    first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     if (
         code is None
         or code.co_firstlineno != first_line
@@ -116,14 +124,18 @@ def require_stock(path: str) -> object:
 
 def _own_code(value: object, decorated: bool):
     """The code object of a function. What a wrapper wraps counts only where the source has decorators of its own."""
-    if isinstance(value, (staticmethod, classmethod)):
+    if type(value) in (staticmethod, classmethod):
         value = value.__func__
     if decorated:
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
     elif "__wrapped__" in getattr(value, "__dict__", {}):
         return None
-    return value.__code__ if isinstance(value, FunctionType) else None
+    return value.__code__ if type(value) is FunctionType else None
+
+
+def _makes_method(decorator: ast.AST) -> bool:
+    return isinstance(decorator, ast.Name) and decorator.id in ("staticmethod", "classmethod")
 
 
 def _same_file(one: str, other: Path | None) -> bool:
@@ -135,7 +147,8 @@ def _same_file(one: str, other: Path | None) -> bool:
 def _origin(value: object, code) -> str:
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
-    wrapper = getattr(value, "__code__", None)
+    # wrapt keeps the wrapping function there; a proxy's own __code__ is what it wraps.
+    wrapper = getattr(getattr(value, "_self_wrapper", value), "__code__", None)
     where = f" ({wrapper.co_filename}:{wrapper.co_firstlineno})" if wrapper is not None else ""
     return f"a {type(value).__module__}.{type(value).__qualname__}{where}"
 

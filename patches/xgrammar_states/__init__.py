@@ -1,0 +1,240 @@
+"""Glue of `xgrammar-states`: rows of the xgrammar backend cached under state ids taken from its own automaton."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from functools import lru_cache
+
+import torch
+
+from vllm_speedups import settings
+from vllm_speedups.masks.packed import allowed_ids
+from vllm_speedups.masks.printed import parse_printed
+from vllm_speedups.masks.rows import RowCache
+from vllm_speedups.masks.serialized import Automaton, Unsupported, Vocabulary, parse
+from vllm_speedups.masks.tracking import Arrays, Request, Tracker
+from vllm_speedups.patching import Declined
+from vllm_speedups.telemetry import counters
+
+MODULE = "vllm.v1.structured_output.backend_xgrammar"
+COMPILE = f"{MODULE}:XgrammarBackend.compile_grammar"
+ACCEPT = f"{MODULE}:XgrammarGrammar.accept_tokens"
+ROLLBACK = f"{MODULE}:XgrammarGrammar.rollback"
+RESET = f"{MODULE}:XgrammarGrammar.reset"
+FILL = f"{MODULE}:XgrammarGrammar.fill_bitmask"
+
+
+# Characters of serialised form, roughly, past which the printed form is read instead: some 0.3 s to serialise.
+LONG = 4_000_000
+
+
+def automaton_of(compiled) -> Automaton:
+    """The automaton of a compiled grammar. Takes from one to some hundred milliseconds, most of them outside the GIL.
+
+    Raises Unsupported for a grammar that state ids cannot express.
+    """
+    rules = str(compiled.grammar)
+    # Each rule carries a copy of the whole automaton, which takes some six characters for one of the grammar's text.
+    if 6 * len(rules) * rules.count(" ::= ") < LONG:
+        return parse(compiled.grammar.serialize_json())
+    if not _printed_agrees():
+        raise Unsupported("its serialised form would be too long")
+    return _printed(compiled, rules)
+
+
+def _printed(compiled, rules: str) -> Automaton:
+    from xgrammar import testing
+
+    automata = testing._print_grammar_fsms(compiled.grammar)
+    return parse_printed(rules, automata, testing._get_allow_empty_rule_ids(compiled))
+
+
+@lru_cache(None)
+def _printed_agrees() -> bool:
+    """Whether the printed form of this xgrammar reads as its serialised form does, every byte included."""
+    import xgrammar as xgr
+
+    try:
+        info = xgr.TokenizerInfo([b"a", b"</s>"], vocab_type=xgr.VocabType.RAW, stop_token_ids=[1])
+        bytes_ = " | ".join(f'"\\x{byte:02x}"' for byte in range(1, 128))
+        compiled = xgr.GrammarCompiler(info, max_threads=1).compile_grammar(
+            f'root ::= {bytes_} | [\u00e0-\U0001f600] | [^a-z] | x* "." | (x){{0,400}}\nx ::= "a" | "\u65e5" root "b"'
+        )
+        return parse(compiled.grammar.serialize_json()) == _printed(compiled, str(compiled.grammar))
+    except Exception:
+        return False
+
+
+class _Words:
+    """The vocabulary of one backend, taken when its first network is built."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._vocabulary = None
+
+    def of(self, compiled) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(compiled.tokenizer_info.serialize_json())
+            return self._vocabulary
+
+
+def build(context) -> dict:
+    """The five methods, around one tracker and one row cache a process."""
+    stock_compile, stock_accept, stock_rollback, stock_reset, stock_fill = (
+        context.stock[path] for path in (COMPILE, ACCEPT, ROLLBACK, RESET, FILL)
+    )
+    counts = counters("xgrammar-states")
+    megabytes = settings.current().row_cache_mb
+    tracker = Tracker(RowCache(int(megabytes * 2**20), counts), int(megabytes * 2**20 / 4), counts)
+    serials = itertools.count()
+    clock, array_of = time.perf_counter, Arrays()
+
+    def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
+        grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
+        try:
+            known = self.__dict__.get("_speedups_words")
+            if known is None:
+                known = self.__dict__.setdefault("_speedups_words", (next(serials), _Words()))
+            serial, words = known
+            compiled = grammar.ctx
+            key = (serial, request_type, grammar_spec, frozenset(stop_token_ids or ()))
+            grammar._speedups = Request(
+                tracker, tracker.grammar(key), lambda: (automaton_of(compiled), words.of(compiled))
+            )
+        except Exception as error:
+            context.failed(error)
+        return grammar
+
+    def accept_tokens(self, request_id, tokens):
+        request = self.__dict__.get("_speedups")
+        if request is None:
+            return stock_accept(self, request_id, tokens)
+        before = self.num_processed_tokens
+        accepted = stock_accept(self, request_id, tokens)
+        # What stock took before it refused one or ended counts, no more.
+        count = self.num_processed_tokens - before
+        request.trail.tokens.extend(tokens if count == len(tokens) else tokens[:count])
+        return accepted
+
+    def rollback(self, num_tokens):
+        request = self.__dict__.get("_speedups")
+        before = self.num_processed_tokens
+        stock_rollback(self, num_tokens)
+        if request is not None:
+            request.trail.rollback(before - self.num_processed_tokens)
+
+    def reset(self):
+        request = self.__dict__.get("_speedups")
+        stock_reset(self)
+        if request is not None:
+            request.trail.reset()
+
+    def fill_bitmask(self, bitmask, idx):
+        request = self.__dict__.get("_speedups")
+        # Stock raises for a matcher that has ended; and whoever moved the matcher past us made our count wrong.
+        if request is None or self._is_terminated or len(request.trail.tokens) != self.num_processed_tokens:
+            return stock_fill(self, bitmask, idx)
+        try:
+            row = request.look_up()
+            if row is not None:
+                array = array_of(bitmask)
+                if len(row) == array.shape[1]:
+                    array[idx] = row
+                    counts["hits"] += 1
+                    return None
+        except Exception as error:
+            del self._speedups
+            context.failed(error)
+            return stock_fill(self, bitmask, idx)
+        start = clock()
+        stock_fill(self, bitmask, idx)
+        seconds = clock() - start
+        try:
+            request.filled(array_of(bitmask)[idx], seconds)
+            counts["misses"] += 1
+        except Exception as error:
+            del self._speedups
+            context.failed(error)
+        return None
+
+    return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
+
+
+# Every byte, and tokens that span rules: enough to walk counts, recursion and code points.
+_PROBE_WORDS = [
+    *(bytes([i]) for i in range(256)),
+    b"ab",
+    b"aaaa",
+    b'":"',
+    b'"}',
+    "é".encode(),
+    b"\xa9a",
+    b"((",
+    b"))",
+    b"</s>",
+]
+_PROBE_GRAMMARS = (
+    'root ::= "a" {130,400} "b" | "(" root ")" | "\\"" [^"]{0,3} "\\"" root | "\u00e9" [a-b]*',
+    'root ::= p ("," p)*\np ::= "ab" | "a" p | ""',
+)
+
+
+def probe(context, replacements) -> None:
+    """Two matchers a grammar, one driven by stock and one by us: rows must be equal, through rollback and reset.
+
+    Also that the network is read and walked at all: state ids that never come again would be right, and useless.
+    """
+    import xgrammar as xgr
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+    info = xgr.TokenizerInfo(_PROBE_WORDS, vocab_type=xgr.VocabType.RAW, stop_token_ids=[len(_PROBE_WORDS) - 1])
+    compiler = xgr.GrammarCompiler(info, max_threads=1)
+    vocabulary = Vocabulary(info.serialize_json())
+    if [vocabulary[token] for token in range(len(vocabulary))] != list(info.decoded_vocab):
+        raise Declined("the serialised vocabulary is not the one that xgrammar decodes")
+    compiled = [compiler.compile_grammar(text) for text in _PROBE_GRAMMARS]
+    compiled.append(
+        compiler.compile_json_schema(json.dumps({"type": "array", "items": {"type": ["string", "number"]}}))
+    )
+    for number, one in enumerate(compiled):
+        tracker = Tracker(RowCache(2**24), 2**24, counters("xgrammar-states probe"))
+        known = tracker.grammar(number)
+        tracker.build(known, lambda one=one: (parse(one.grammar.serialize_json()), vocabulary))
+        if known.network is None:
+            raise Declined(f"its probe grammar {number} has no state ids: {known.reason}")
+        hits = 0
+        for path in range(4):
+            stock, ours = (XgrammarGrammar(info.vocab_size, xgr.GrammarMatcher(one), one) for _ in range(2))
+            ours._speedups = Request(tracker, known)
+            for step in range(32):
+                masks = [xgr.allocate_token_bitmask(2, info.vocab_size) for _ in range(2)]
+                context.stock[FILL](stock, masks[0], 1)
+                rows = len(known.rows.rows)
+                replacements[FILL](ours, masks[1], 1)
+                hits += len(known.rows.rows) == rows
+                if not torch.equal(*masks):
+                    raise Declined(
+                        f"its probe found another row than stock's (grammar {number}, path {path}, step {step})"
+                    )
+                allowed = allowed_ids(masks[0][1].numpy(), info.vocab_size).tolist()
+                tokens = [allowed[(7 * path + 3 * step * path + step) % len(allowed)]] if allowed else [0]
+                answers = [
+                    (fills[ACCEPT](grammar, "probe", tokens), grammar.is_terminated(), grammar.num_processed_tokens)
+                    for grammar, fills in ((stock, context.stock), (ours, replacements))
+                ]
+                if answers[0] != answers[1]:
+                    raise Declined(
+                        f"its probe found another answer than stock's (grammar {number}, path {path}, step {step})"
+                    )
+                back = 2 if step % 9 == 8 else int(stock.is_terminated())
+                for grammar, fills in ((stock, context.stock), (ours, replacements)):
+                    if back and grammar.num_processed_tokens >= back:
+                        fills[ROLLBACK](grammar, back)
+                    if step == 24:
+                        fills[RESET](grammar)
+        if not hits:
+            raise Declined(f"its probe grammar {number} never came to a state twice")

@@ -1,0 +1,161 @@
+"""Histories, the account of a grammar, and requests that follow a matcher through all that can happen to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_speedups.masks import tracking
+from vllm_speedups.masks.history import History
+from vllm_speedups.masks.rows import RowCache
+from vllm_speedups.masks.serialized import parse
+from vllm_speedups.masks.tracking import EXPENSIVE, Request, Tracker
+from vllm_speedups.masks.trail import Trail
+from vllm_speedups.masks.worth import ALLOWANCE, FIRST_PAUSE, WINDOW, Worth
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=30))
+def test_equal_histories_have_equal_ids_and_no_others(paths):
+    history, seen = History(), {}
+    for path in paths:
+        trail = Trail(history.initial, history.follow, path)
+        trail.place()
+        for length, node in enumerate(trail.places):
+            assert seen.setdefault(tuple(path[:length]), node.number) == node.number
+    assert len(set(seen.values())) == len(seen)
+
+
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 2), st.tuples(st.just("back"), st.integers(1, 4)), st.just("reset"), st.just("ask"))
+    )
+)
+def test_a_trail_is_where_its_tokens_lead_whatever_was_undone(events):
+    history, tokens = History(), []
+    trail = Trail(history.initial, history.follow)
+    for event in events:
+        if event == "ask":
+            trail.place()
+        elif event == "reset":
+            trail.reset()
+            tokens = []
+        elif isinstance(event, tuple):
+            trail.rollback(event[1])
+            tokens = tokens[: max(len(tokens) - event[1], 0)]
+        else:
+            trail.accept([event])
+            tokens.append(event)
+    assert trail.tokens == tokens
+    assert trail.place() is Trail(history.initial, history.follow, tokens).place()
+
+
+def test_a_trail_that_is_far_behind_catches_up_in_strides():
+    history = History()
+    trail = Trail(history.initial, history.follow, range(20))
+    assert [trail.place(8), trail.place(8), len(trail.places)] == [None, None, 17]
+    assert trail.place(8) is Trail(history.initial, history.follow, range(20)).place()
+
+
+def test_a_trie_is_begun_anew_past_its_limit():
+    history = History(limit=10)
+    first = history.initial
+    trail = Trail(first, history.follow, range(25))
+    trail.place()
+    assert len(history) <= 10 and history.initial is not first
+    assert len({node.number for node in trail.places}) == 26
+
+
+def test_walking_that_never_pays_pauses_and_is_tried_again_ever_more_seldom():
+    worth, walked, pauses = Worth(), 0.0, []
+    for _ in range(3):
+        while worth.walking:
+            walked += 320e-6
+            worth.miss(walked, 9e-6)
+        idle = 0
+        while not worth.walking:
+            worth.idle()
+            idle += 1
+        pauses.append(idle)
+    assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert walked < 3 * (ALLOWANCE + 2 * WINDOW * 320e-6)
+
+
+def test_walking_that_is_dear_at_first_and_saves_more_goes_on():
+    worth, walked = Worth(), 0.0
+    for _ in range(2000):
+        walked += 400e-6
+        assert worth.miss(walked, 2e-3)
+        worth.hit(10e-6)
+    for _ in range(1000):
+        worth.hit(2e-3)
+    assert worth.balance > 0
+
+
+def test_one_long_walk_for_one_row_is_no_verdict():
+    worth = Worth()
+    assert worth.miss(0.2, 1e-3)
+    for step in range(100):
+        worth.hit(1e-3)
+        assert worth.miss(0.2 + 1e-5 * step, 1e-3)
+
+
+def request_without_automaton(budget=2**20):
+    tracker = Tracker(RowCache(budget), budget, Counter())
+    grammar = tracker.grammar("g")
+    return tracker, grammar, Request(tracker, grammar)
+
+
+def test_only_expensive_rows_are_remembered_and_nothing_before_one_was():
+    _, grammar, request = request_without_automaton()
+    row = np.arange(4, dtype=np.int32)
+    assert request.look_up() is None
+    request.filled(row, EXPENSIVE / 2)
+    assert request.look_up() is None and grammar.history is None
+    request.filled(row, EXPENSIVE * 2)
+    assert request.look_up() is None and grammar.history is not None
+    request.filled(row, EXPENSIVE / 2)
+    assert request.look_up() is None
+    request.filled(row, EXPENSIVE * 2)
+    assert np.array_equal(request.look_up(), row)
+    request.trail.accept([5])
+    assert request.look_up() is None
+    request.trail.rollback(1)
+    assert np.array_equal(request.look_up(), row)
+
+
+def test_histories_are_forgotten_least_recently_used_first():
+    tracker, _, _ = request_without_automaton(budget=100_000)
+    for key in range(40):
+        request = Request(tracker, tracker.grammar(key))
+        request.grammar.dear = True
+        for step in range(tracking.ACCOUNT_EVERY):
+            request.look_up()
+            request.filled(np.zeros(2, np.int32), 1.0)
+            request.trail.accept([step])
+    assert tracker.nbytes <= tracker.budget
+    assert tracker.counters["networks forgotten"] > 0
+
+
+def test_a_network_that_declines_falls_back_on_the_history():
+    tracker, grammar, _ = request_without_automaton()
+    request = Request(tracker, grammar, source=lambda: (parse("{}"), None))
+    assert request.look_up() is None
+    tracker.build(grammar, request.source)
+    assert grammar.reason and grammar.network is None
+    request.filled(np.zeros(2, np.int32), 1.0)
+    assert request.look_up() is None
+    request.filled(np.ones(2, np.int32), 1.0)
+    assert np.array_equal(request.look_up(), np.ones(2, np.int32))
+
+
+def test_a_source_that_raises_is_a_declined_grammar():
+    tracker, grammar, _ = request_without_automaton()
+
+    def source():
+        raise RuntimeError("no text")
+
+    tracker.build(grammar, source)
+    assert "RuntimeError" in grammar.reason

@@ -1,0 +1,253 @@
+"""State ids for xgrammar: equal ids have equal rows, "complete" is what xgrammar says, the rest is declined."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("xgrammar")
+import grammars
+import walking
+import xgrammar as xgr
+
+from vllm_speedups.masks import network as network_module
+from vllm_speedups.masks.network import Full, Network
+from vllm_speedups.masks.printed import agrees
+from vllm_speedups.masks.serialized import Unsupported, Vocabulary, parse
+from vllm_speedups.masks.trail import Lost, Trail
+
+RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def network_of(kind, source):
+    tongue = walking.small()
+    compiled = tongue.compile(kind, source)
+    return compiled, Network(parse(compiled.grammar.serialize_json()), tongue.vocabulary, tongue.longest)
+
+
+@pytest.mark.parametrize("name", grammars.HAND_MADE)
+def test_rows_and_completion_are_xgrammars(name):
+    tongue = walking.small()
+    compiled = tongue.compile(*grammars.HAND_MADE[name])
+    try:
+        counts = walking.walk(
+            tongue, compiled, outputs=8, length=60, seed=1, spell_out=name not in ("a count that recurs",)
+        )
+    except Full:
+        assert name == "a count that recurs"
+        return
+    assert counts["hits"], counts
+
+
+@pytest.mark.parametrize("name", grammars.DECLINED)
+def test_left_recursion_is_declined(name):
+    with pytest.raises(Unsupported):
+        network_of(*grammars.DECLINED[name])
+
+
+def _random_walk(kind, source, seed):
+    tongue = walking.small()
+    try:
+        compiled = tongue.compile(kind, source)
+    except Exception:
+        return
+    with contextlib.suppress(Unsupported):
+        walking.walk(tongue, compiled, outputs=3, length=30, seed=seed)
+
+
+@RELAXED
+@given(st.integers(0, 2**32))
+def test_rows_of_random_schemas(seed):
+    _random_walk("schema", grammars.random_schema(random.Random(seed)), seed)
+
+
+@RELAXED
+@given(st.integers(0, 2**32))
+def test_rows_of_random_regexes(seed):
+    _random_walk("regex", grammars.random_regex(random.Random(seed)), seed)
+
+
+@RELAXED
+@given(st.integers(0, 2**32))
+def test_rows_of_random_rules(seed):
+    _random_walk("ebnf", grammars.random_ebnf(random.Random(seed)), seed)
+
+
+@pytest.mark.parametrize("name", ["bounded strings", "maxLength 100000", "recursion", "unicode classes"])
+def test_rows_over_a_vocabulary_of_real_size(name):
+    tongue = walking.tekken()
+    counts = walking.walk(tongue, tongue.compile(*grammars.HAND_MADE[name]), outputs=4, length=40, seed=3)
+    assert counts["hits"]
+
+
+def test_a_long_count_has_few_states():
+    tongue = walking.small()
+    _, network = network_of("ebnf", "root ::= [a-c]{0,100000}")
+    trail, token = Trail(network.initial, network.follow), tongue.vocabulary.index(b"aaa")
+    for _ in range(3000):
+        trail.accept([token])
+    trail.place()
+    assert len(network) < 700
+
+
+def test_an_exact_count_ends_exactly_where_it_must():
+    tongue = walking.small()
+    _, network = network_of("ebnf", "root ::= [a-c]{5000}")
+    place, token = network.initial, tongue.vocabulary.index(b"a")
+    for step in range(5000):
+        assert not walking.state_of(place).complete, step
+        place = network.follow(place, token)
+    assert walking.state_of(place).complete
+    with pytest.raises(Lost):
+        network.follow(place, token)
+
+
+def test_a_token_that_no_rule_reads_is_lost():
+    tongue = walking.small()
+    _, network = network_of("regex", "ab")
+    for token in (tongue.vocabulary.index(b"b"), -1, len(tongue.vocabulary)):
+        with pytest.raises(Lost):
+            network.follow(network.initial, token)
+
+
+def test_threads_walk_one_network_to_the_same_states():
+    tongue = walking.small()
+    compiled, network = network_of("schema", grammars.TREE)
+    paths, bitmask = [], xgr.allocate_token_bitmask(1, tongue.info.vocab_size)
+    for seed in range(16):
+        matcher, path, random_ = xgr.GrammarMatcher(compiled), [], random.Random(seed)
+        for _ in range(60):
+            matcher.fill_next_token_bitmask(bitmask, 0)
+            choices = walking.bits(bitmask[0].numpy(), tongue.info.vocab_size).nonzero()[0]
+            path.append(int(choices[random_.randrange(len(choices))]))
+            if not matcher.accept_token(path[-1]) or matcher.is_terminated():
+                path.pop()
+                break
+        paths.append(path)
+    found = [[None] * len(paths) for _ in range(6)]
+    barrier = threading.Barrier(6)
+
+    def work(mine):
+        barrier.wait()
+        for index, path in enumerate(paths):
+            trail = Trail(network.initial, network.follow, path)
+            trail.place()
+            mine[index] = [walking.state_of(place).number for place in trail.places]
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(mine == found[0] for mine in found)
+
+
+def test_a_full_network_says_so_and_still_walks_what_it_knows(monkeypatch):
+    tongue = walking.small()
+    _, network = network_of("ebnf", grammars.HAND_MADE["palindromes"][1])
+    monkeypatch.setattr(network_module, "MAX_STATES", 20)
+    token = tongue.vocabulary.index(b"a")
+    trail = Trail(network.initial, network.follow, [token] * 50)
+    with pytest.raises(Full):
+        trail.place()
+    assert network.closed and len(network) == 20
+    again = Trail(network.initial, network.follow, [token] * 3)
+    assert again.place() is trail.places[3]
+
+
+def test_what_a_network_holds_is_accounted_for():
+    tongue = walking.small()
+    compiled, network = network_of("schema", grammars.PERSON)
+    before = network.nbytes
+    walking.walk(tongue, compiled, network, outputs=4)
+    assert network.nbytes > before > 0
+
+
+def _changed(change):
+    compiled = walking.small().compile("ebnf", 'root ::= "a" x{200,300}\nx ::= "b" | "c" root')
+    content = json.loads(compiled.grammar.serialize_json())
+    change(content)
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _rule(field, value):
+    def change(content):
+        content["rules"][1][field] = value
+
+    return change
+
+
+CHANGES = {
+    "unknown version": lambda content: content.update(__VERSION__="v999"),
+    "budget": _rule(4, 12),
+    "suffix": lambda content: content.update(suffix_stop_infos=[[1]]),
+    "lazy": _rule(7, True),
+    "not optimised": lambda content: content.update(optimized=False),
+    "another than the grammar's": lambda content: content["per_rule_fsms"][0][0][0]["edges"]["data_"].pop(),
+    "may be empty": lambda content: content.update(allow_empty_rule_ids=list(range(len(content["rules"])))),
+    "otherwise than expected": lambda content: content.pop("root_rule_id"),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_what_is_not_known_for_certain_is_declined(reason):
+    with pytest.raises(Unsupported, match=reason):
+        parse(_changed(CHANGES[reason]))
+    parse(_changed(lambda content: None))
+
+
+def test_every_truncation_of_the_text_is_declined():
+    text = walking.small().compile("regex", "ab{2,300}c").grammar.serialize_json()
+    for end in range(0, len(text), 97):
+        with pytest.raises(Unsupported):
+            parse(text[:end])
+
+
+PRINTED = sorted(set(grammars.HAND_MADE) - {"tags in text"})
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_printed_form_holds_the_same_automaton(name):
+    assert _agree(walking.small().compile(*grammars.HAND_MADE[name]))
+
+
+@RELAXED
+@given(st.integers(0, 2**32), st.booleans())
+def test_the_printed_form_of_random_grammars_agrees(seed, regular):
+    random_ = random.Random(seed)
+    kind, source = ("regex", grammars.random_regex(random_)) if regular else ("ebnf", grammars.random_ebnf(random_))
+    try:
+        compiled = walking.small().compile(kind, source)
+        parse(compiled.grammar.serialize_json())
+    except Exception:
+        return
+    assert _agree(compiled)
+
+
+def _agree(compiled):
+    automata, nullable = (
+        xgr.testing._print_grammar_fsms(compiled.grammar),
+        xgr.testing._get_allow_empty_rule_ids(compiled),
+    )
+    return agrees(compiled.grammar.serialize_json(), str(compiled.grammar), automata, nullable)
+
+
+def test_rules_with_attributes_are_not_read_in_printed_form():
+    compiled = walking.small().compile(*grammars.HAND_MADE["tags in text"])
+    with pytest.raises(Unsupported, match="attributes"):
+        _agree(compiled)
+
+
+def test_the_serialised_vocabulary_is_the_decoded_one():
+    info = walking.small().info
+    vocabulary = Vocabulary(info.serialize_json())
+    assert [vocabulary[i] for i in range(len(vocabulary))] == info.decoded_vocab
+    assert vocabulary.longest == max(map(len, info.decoded_vocab))
+    with pytest.raises(Unsupported):
+        Vocabulary("{}")

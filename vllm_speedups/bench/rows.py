@@ -1,0 +1,284 @@
+"""`vllm-speedups bench rows`: the time to fill a row, stock and patched, over built-in grammars or a folder of schemas.
+
+In the manner of MaskBench, yet through vLLM's own backend classes, without a model. Every patched row is compared with
+stock's. A folder holds JSON files, each a schema or `{"schema": ..., "tests": [{"data": ..., "valid": true}]}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+PATCHES = {"xgrammar": "xgrammar-states", "guidance": "guidance-history", "outlines": "outlines-states"}
+CLASSES = {
+    "xgrammar": ("XgrammarBackend", "XgrammarGrammar"),
+    "guidance": ("GuidanceBackend", "GuidanceGrammar"),
+    "outlines": ("OutlinesBackend", "OutlinesGrammar"),
+}
+PHASES = ("stock", "cold", "new", "warm")
+
+
+class NotPatched(RuntimeError):
+    """Raised where a patch is not applied to this vLLM, with the reason."""
+
+
+def _object(properties: dict) -> str:
+    return json.dumps(
+        {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    )
+
+
+def _forbidding(text: str) -> str:
+    """An EBNF of any text without `text`, then an end mark: a rule for each prefix of it, as in xgrammar issue 873."""
+
+    def after(prefix: str) -> int:
+        return next(n for n in range(len(prefix), -1, -1) if prefix.endswith(text[:n]))
+
+    rules = ['root ::= s0 "<end>"']
+    for known in range(len(text)):
+        told = sorted(set(text[: known + 1]))
+        others = "".join(f"\\x{ord(c):02x}" for c in told)
+        choices = ['""', f"[^{others}] s0"]
+        for character in told:
+            state = after(text[:known] + character)
+            if state < len(text):
+                choices.append(f'"{character}" s{state}')
+        rules.append(f"s{known} ::= {' | '.join(choices)}")
+    return "\n".join(rules)
+
+
+BUILT_IN = {
+    "bounded strings": (
+        "JSON",
+        _object(
+            {
+                "name": {"type": "string", "maxLength": 20},
+                "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 2, "maxItems": 3},
+            }
+        ),
+    ),
+    "any object": ("JSON_OBJECT", '{"type": "object"}'),
+    "maxLength 100000 (xgrammar 852)": ("JSON", _object({"content": {"type": "string", "maxLength": 100_000}})),
+    "maxLength 512 (xgrammar 852)": ("JSON", _object({"content": {"type": "string", "maxLength": 512}})),
+    "minLength 200 (xgrammar 805)": ("JSON", _object({"content": {"type": "string", "minLength": 200}})),
+    "text without a mark (xgrammar 873)": ("GRAMMAR", _forbidding("</think><deadbeef>")),
+    "words and spaces (vllm 14962)": (
+        "GRAMMAR",
+        "root ::= en-char+ ([ \\t\\n] en-char+)*\nen-char ::= [0-9a-zA-Z!\"#$%&'()*+,./:;<=>?@[\\\\\\]^_`{|}~]",
+    ),
+    "arithmetic": ("GRAMMAR", 'root ::= e\ne ::= t ("+" t)*\nt ::= f ("*" f)*\nf ::= [0-9]+ | "(" e ")"'),
+    "ambiguous arithmetic": (
+        "GRAMMAR",
+        'root ::= e\ne ::= f ("+" e)? | "(" e ")" ("*" e)?\nf ::= [0-9]+ | f2\nf2 ::= [0-9]+ "."? | "(" e ")"',
+    ),
+    "a regular expression": ("REGEX", "(\\+[0-9]{1,3} )?[0-9]{3}-[0-9]{4}( ext [a-z]{1,12})?"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backends", default=",".join(PATCHES), help="of " + ", ".join(PATCHES))
+    parser.add_argument("--schemas", type=Path, help="a folder of JSON files, in place of the built-in grammars")
+    parser.add_argument("--limit", type=int, default=50, help="files read from the folder (50)")
+    parser.add_argument("--only", default="", help="only grammars whose name contains this")
+    parser.add_argument("--outputs", type=int, default=16, help="outputs a grammar (16)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens an output (64)")
+    parser.add_argument("--no-whitespace", action="store_true", help="as with disable_any_whitespace")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(argv: list | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="vllm-speedups bench rows", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print. 1 where a patch is not applied or a row was wrong, else 0."""
+    results, wrong = [], 0
+    cases = (
+        _folder(args.schemas, args.limit) if args.schemas else {name: (*case, None) for name, case in BUILT_IN.items()}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in args.backends.split(","):
+            try:
+                bench = Bench(backend, Path(folder), args.no_whitespace)
+            except NotPatched as error:
+                print(f"bench rows: {error}", file=sys.stderr)
+                return 1
+            for name, (kind, specification, instances) in cases.items():
+                if args.only not in name:
+                    continue
+                result = bench.measure(kind, specification, instances, args.outputs, args.tokens)
+                wrong += result.get("wrong", 0)
+                results.append({"backend": backend, "grammar": name, **result})
+                if not args.json:
+                    _print(results[-1], first=len(results) == 1)
+    if args.json:
+        print(json.dumps(results, indent=1))
+    return 1 if wrong else 0
+
+
+def _folder(folder: Path, limit: int) -> dict:
+    cases = {}
+    for file in sorted(folder.glob("*.json"))[:limit]:
+        content = json.loads(file.read_text())
+        tests = content.get("tests") if "schema" in content else None
+        instances = [json.dumps(test["data"]) for test in tests or () if test.get("valid")]
+        cases[file.stem] = ("JSON", json.dumps(content.get("schema", content)), instances or None)
+    return cases
+
+
+class Bench:
+    """One backend of the installed vLLM, with stock's and the patch's methods side by side."""
+
+    def __init__(self, backend: str, folder: Path, no_whitespace: bool):
+        import importlib
+
+        from vllm.tokenizers import get_tokenizer
+
+        from vllm_speedups import plugin
+
+        from .models import VOCAB_SIZE, build_model
+
+        plugin.register()
+        patch = next((patch for patch in plugin.patches() if patch.name == PATCHES[backend]), None)
+        module = importlib.import_module(f"vllm.v1.structured_output.backend_{backend}")
+        if patch is None or not patch.prove():
+            raise NotPatched(f"{PATCHES[backend]} is off: {patch.reason if patch else 'no such patch'}")
+        self.patch, self.names = patch, [f"{module.__name__}:{name}" for name in CLASSES[backend]]
+        self.size, self.grammar_class = VOCAB_SIZE, getattr(module, CLASSES[backend][1])
+        if not (folder / "tekken.json").exists():
+            build_model(folder)
+        self.tokenizer = get_tokenizer(str(folder), tokenizer_mode="mistral")
+        options = SimpleNamespace(disable_any_whitespace=no_whitespace, disable_additional_properties=False)
+        config = SimpleNamespace(structured_outputs_config=options, model_config=None, speculative_config=None)
+        self.backend = getattr(module, CLASSES[backend][0])(config, tokenizer=self.tokenizer, vocab_size=VOCAB_SIZE)
+        self.mask = self.backend.allocate_token_bitmask(2)
+        words = [self.tokenizer.decode([token]) for token in range(VOCAB_SIZE)]
+        self.letters = np.array([word.isalpha() and len(word) < 9 for word in words])
+
+    def _method(self, name: str, patched: bool):
+        path = f"{self.names[0 if name == 'compile_grammar' else 1]}.{name}"
+        stock = self.patch.stock.get(path) or getattr(self.grammar_class, name)
+        return self.patch.replacements.get(path, stock) if patched else stock
+
+    def measure(self, kind: str, specification: str, instances: list | None, outputs: int, tokens: int) -> dict:
+        """Microseconds a row in each phase, and seconds to compile; or why the backend refused the grammar."""
+        from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+        self._arguments = (self.backend, getattr(StructuredOutputOptions, kind), specification)
+        try:
+            start = time.perf_counter()
+            self._method("compile_grammar", False)(*self._arguments)
+            compiled = time.perf_counter() - start
+        except Exception as error:
+            return {"refused": str(error)[:80]}
+        times: dict = {phase: [] for phase in PHASES}
+        accepts: dict = {phase: [] for phase in PHASES}
+        random_, wrong, paths = random.Random(0), 0, []
+        for number in range(outputs):
+            given = self.tokenizer.encode(instances[number % len(instances)]) if instances else None
+            paths.append(list(self._walk(times["stock"], accepts["stock"], random_, given, tokens)))
+        half = len(paths) // 2
+        times["again"], accepts["again"] = [], []  # what was filled before the network was there is filled once more
+        for phase, chosen in (("cold", paths[:half]), ("again", paths[:half]), ("new", paths[half:]), ("warm", paths)):
+            for path in chosen:
+                wrong += self._replay(path, times[phase], accepts[phase])
+            self._settle()
+        summary = {phase: _quantiles(times[phase]) for phase in PHASES}
+        tracking = (
+            1e6 * (float(np.median(accepts["warm"])) - float(np.median(accepts["stock"]))) if accepts["warm"] else 0.0
+        )
+        return {"rows": len(times["stock"]), "compile_s": compiled, "wrong": wrong, "accept_us": tracking, **summary}
+
+    def _walk(self, fills: list, accepts: list, random_: random.Random, given: list | None, tokens: int) -> Iterator:
+        """Yields (token, the row before it) of one output by stock; random where none is given."""
+        grammar, mask = self._method("compile_grammar", False)(*self._arguments), self.mask
+        fill, accept = self._method("fill_bitmask", False), self._method("accept_tokens", False)
+        for step in range(len(given) if given else tokens):
+            start = time.perf_counter()
+            fill(grammar, mask, 1)
+            fills.append(time.perf_counter() - start)
+            row = mask.numpy()[1].copy()
+            allowed = np.unpackbits(row.view(np.uint8), bitorder="little")[: self.size].astype(bool)
+            if given:
+                token = given[step]
+            else:
+                liked = np.flatnonzero(allowed & self.letters)
+                liked = liked if len(liked) and random_.random() < 0.8 else np.flatnonzero(allowed)
+                if not len(liked):
+                    return
+                token = int(liked[random_.randrange(len(liked))])
+            yield token, row
+            start = time.perf_counter()
+            if not accept(grammar, "bench", [token]) or grammar.is_terminated():
+                return
+            accepts.append(time.perf_counter() - start)
+
+    def _replay(self, path: list, fills: list, accepts: list) -> int:
+        """How many rows of a patched matcher differ from stock's along the same output."""
+        grammar, mask, wrong = self._method("compile_grammar", True)(*self._arguments), self.mask, 0
+        fill, accept = self._method("fill_bitmask", True), self._method("accept_tokens", True)
+        self._last = grammar
+        for token, row in path:
+            start = time.perf_counter()
+            fill(grammar, mask, 1)
+            fills.append(time.perf_counter() - start)
+            wrong += not np.array_equal(mask.numpy()[1], row)
+            start = time.perf_counter()
+            accept(grammar, "bench", [token])
+            accepts.append(time.perf_counter() - start)
+        return wrong
+
+    def _settle(self) -> None:
+        """Wait until what the patch builds beside the engine is there."""
+        request = getattr(self._last, "_speedups", None)
+        deadline = time.monotonic() + 30
+        while request is not None and request.grammar.fill_s == float("-inf") and time.monotonic() < deadline:
+            if request.grammar.network is not None or request.grammar.reason:
+                return
+            time.sleep(0.01)
+
+
+def _quantiles(seconds: list) -> dict | None:
+    if not seconds:
+        return None
+    values = 1e6 * np.array(seconds)
+    return {"avg": float(values.mean()), **{f"p{q:g}": float(np.percentile(values, q)) for q in (50, 99, 99.9)}}
+
+
+def _print(result: dict, first: bool) -> None:
+    if first:
+        print(
+            f"{'us a row: avg / p50 / p99 / p99.9':44}"
+            + "".join(f"{phase:>28}" for phase in PHASES)
+            + "   accept  wrong"
+        )
+    name = f"{result['backend']}: {result['grammar']}"
+    if "refused" in result:
+        print(f"{name:44} refused: {result['refused']}")
+        return
+    cells = [
+        " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in result[phase].values())
+        if result[phase]
+        else "-"
+        for phase in PHASES
+    ]
+    print(
+        f"{name:44}" + "".join(f"{cell:>28}" for cell in cells) + f"{result['accept_us']:9.2f} {result['wrong']:6d}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

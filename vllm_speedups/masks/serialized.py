@@ -1,0 +1,288 @@
+"""Reads the automaton out of xgrammar's serialised grammar, and says no to whatever it does not know for certain."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+
+# The versions of the serialised form that this reader was proven against (xgrammar 0.2.8 writes v16).
+VERSIONS = ("v16",)
+
+# What the first number of an edge means when it is no byte (0 to 255): xgrammar's cpp/fsm.h, `FSMEdge::EdgeType`.
+EPSILON, CALL, REPEAT = -1, -2, -4
+_NAMES = {-3: "end-of-sequence", -5: "token-set", -6: "excluded-token"}
+
+_DECODER = json.JSONDecoder()
+_NUMBERS = re.compile(r"\[[-\d,]*\]")
+# start, final states, is it deterministic, edges], edges, states]
+_RULE_REST = re.compile(r",(\d+),\[((?:\d+(?:,\d+)*)?)\],(?:true|false),\d+\],\d+,\d+\]")
+
+
+class Unsupported(Exception):
+    """This grammar cannot be given state ids; `str()` of it says why. Nothing is wrong with any other grammar."""
+
+
+@dataclass
+class Automaton:
+    """The rules of a compiled grammar as one recursive transition network over bytes.
+
+    Automaton states are numbered from 0 across all rules; each belongs to exactly one rule. Bytes that no edge tells
+    apart share a byte class: `classes` is a table for `bytes.translate`.
+    """
+
+    root: int
+    starts: list  # per rule: its start state
+    final: bytearray  # per state: 1 where its rule may end
+    reads: list  # per state: [(first byte, last byte, target state)]
+    epsilons: list  # per state: (target state, ...)
+    calls: list  # per state: ((rule, state to return to), ...)
+    repeats: dict  # state -> (rule, lower, upper, target state), in place of any other edge
+    nullable: frozenset = frozenset()  # rules that xgrammar takes to match the empty text
+    classes: bytes = field(default=b"")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, roughly."""
+        return 300 * len(self.reads) + 80 * sum(map(len, self.reads))
+
+
+def parse(text: str) -> Automaton:
+    """The automaton in `CompiledGrammar.grammar.serialize_json()`.
+
+    Every rule carries a copy of the whole automaton, so the text grows with the square of the grammar (10 MB for one
+    `maxLength` of 300). The copies are compared with the first as text, not parsed: it is faster by two orders of
+    magnitude, and it proves that the rules share one automaton.
+
+    Raises:
+        Unsupported: an unknown version or form, or something that state ids cannot express.
+    """
+    try:
+        fields, complete = _split(text)
+        return _automaton(fields, complete)
+    except Unsupported:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Unsupported(
+            f"its serialised form reads otherwise than expected ({type(error).__name__}: {error})"
+        ) from None
+
+
+class Vocabulary:
+    """The bytes of each token id, from `TokenizerInfo.serialize_json()`. `longest`: the most that any token has.
+
+    xgrammar would convert its vocabulary to Python one token at a time, a third of a second for 131,072 of them, and
+    seconds beside a busy thread. The text is made outside the interpreter lock and parsed in one go, and a token
+    becomes bytes when it is first met: in the text, each character stands for one byte.
+    """
+
+    def __init__(self, text: str):
+        """Raises Unsupported if the text is not of the known form."""
+        _require_version(text)
+        try:
+            name = '"decoded_vocab":'
+            self._tokens, _ = _DECODER.raw_decode(text, text.index(name) + len(name))
+            self.longest = max(map(len, self._tokens), default=0)
+        except (ValueError, TypeError) as error:
+            raise Unsupported(f"the serialised vocabulary reads otherwise than expected ({error})") from None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, token: int) -> bytes:
+        return self._tokens[token].encode("latin-1")
+
+
+def _require_version(text: str) -> None:
+    if not re.search(r'"__VERSION__":"(?:{})"\}}\s*$'.format("|".join(VERSIONS)), text[-40:]):
+        raise Unsupported("its serialised form has an unknown version")
+
+
+def _split(text: str) -> tuple:
+    """The top-level fields that matter, without parsing the long ones that do not."""
+    _require_version(text)
+    fields, complete, position = {}, "", 1
+    while text[position - 1] != "}":
+        name, position = _DECODER.raw_decode(text, position)
+        _expect(text, position, ":")
+        position += 1
+        if name in ("grammar_expr_data", "grammar_expr_indptr"):
+            position = _NUMBERS.match(text, position).end()
+        elif name == "per_rule_fsms":
+            fields[name], position = _rules(text, position, complete)
+        else:
+            begin = position
+            fields[name], position = _DECODER.raw_decode(text, position)
+            if name == "complete_fsm":
+                complete = text[begin:position]
+        position += 1
+    return fields, complete
+
+
+def _rules(text: str, position: int, complete: str) -> tuple:
+    """[(start, final states)] of all rules, after proof that each copy of the automaton is `complete`."""
+    rules, opening = [], "[[" + complete
+    _expect(text, position, "[")
+    position += 1
+    if not complete or text[position] == "]":
+        raise Unsupported("its rules come without an automaton")
+    while True:
+        if not text.startswith(opening, position):
+            raise Unsupported("a rule has no automaton, or another than the grammar's")
+        rest = _RULE_REST.match(text, position + len(opening))
+        rules.append((int(rest[1]), [int(state) for state in rest[2].split(",") if state]))
+        position = rest.end() + 1
+        if text[position - 1] != ",":
+            _expect(text, position - 1, "]")
+            return rules, position
+
+
+def _expect(text: str, position: int, character: str) -> None:
+    if text[position] != character:
+        raise ValueError(f"{text[position]!r} at {position}")
+
+
+def _automaton(fields: dict, complete: str) -> Automaton:
+    if fields["optimized"] is not True:
+        raise Unsupported("it was not optimised")
+    for rule in fields["rules"]:
+        # name, body, lookahead, is that exact, token budget, character budget, capture, lazy, temperature
+        _, _, _, _, tokens, characters, capture, lazy, temperature = rule
+        if (tokens, characters) != (-1, -1):
+            raise Unsupported("a rule has a budget")
+        if capture or lazy or temperature is not None:
+            raise Unsupported("a rule has a capture, a temperature or is lazy")
+    if fields["suffix_stop_infos"]:
+        raise Unsupported("a rule has a suffix or a stop")
+    rules = fields["per_rule_fsms"]
+    if len(rules) != len(fields["rules"]):
+        raise ValueError("as many rules as automata expected")
+    edges = fields["complete_fsm"]["edges"]
+    data, offsets = edges["data_"], edges["indptr_"]
+    return assemble(
+        [data[begin:end] for begin, end in zip(offsets, offsets[1:])],
+        fields["complete_fsm"]["edge_aux_data"],
+        rules,
+        fields["root_rule_id"],
+        frozenset(fields["allow_empty_rule_ids"]),
+    )
+
+
+def assemble(edges: list, auxiliary: list, rules: list, root: int, nullable: frozenset) -> Automaton:
+    """The automaton with these edges, [(kind, value, target)] per state, and rules, (start, final states) each.
+
+    Raises Unsupported for what state ids cannot express.
+    """
+    states = len(edges)
+    automaton = Automaton(
+        root=rules[root][0],
+        starts=[start for start, _ in rules],
+        final=bytearray(states),
+        reads=[[] for _ in range(states)],
+        epsilons=[()] * states,
+        calls=[()] * states,
+        repeats={},
+        nullable=nullable,
+    )
+    cuts = {0}
+    for state, leaving in enumerate(edges):
+        for kind, value, target in leaving:
+            if kind >= 0:
+                automaton.reads[state].append((kind, value, target))
+                cuts.add(kind)
+                cuts.add(value + 1)
+            elif kind == EPSILON:
+                automaton.epsilons[state] += (target,)
+            elif kind == CALL:
+                automaton.calls[state] += ((value, target),)
+            elif kind == REPEAT:
+                rule, lower, upper = auxiliary[value : value + 3]
+                if len(leaving) > 1:
+                    raise Unsupported("a repeat edge beside others")
+                if rule in nullable:
+                    raise Unsupported("a counted repetition of a rule that may be empty")
+                if not 0 <= lower <= upper:
+                    raise Unsupported("a repetition without an upper bound")
+                automaton.repeats[state] = (rule, lower, upper, target)
+            else:
+                raise Unsupported(f"it has {_NAMES.get(kind, 'unknown')} edges")
+    _give_owners(automaton, edges, rules)
+    _check_nullable(automaton, edges, auxiliary, rules)
+    if not max(cuts) <= 256:
+        raise ValueError("an edge reads more than a byte")
+    bounds = [*sorted(cuts - {256}), 256]
+    automaton.classes = b"".join(bytes([i]) * (high - low) for i, (low, high) in enumerate(zip(bounds, bounds[1:])))
+    return automaton
+
+
+def _give_owners(automaton: Automaton, edges: list, rules: list) -> None:
+    """Mark the final states, after proof that no state belongs to two rules.
+
+    xgrammar looks its masks up under (rule, state), and asks each rule for its own final states. A state alone says
+    both only where it has one owner.
+    """
+    owner = [-1] * len(automaton.final)
+    for rule, (start, ends) in enumerate(rules):
+        if owner[start] not in (-1, rule):
+            raise Unsupported("two rules share a state")
+        owner[start], work = rule, [start]
+        while work:
+            state = work.pop()
+            for _, _, target in edges[state]:
+                if owner[target] == -1:
+                    owner[target] = rule
+                    work.append(target)
+                elif owner[target] != rule:
+                    raise Unsupported("two rules share a state")
+        for state in ends:
+            if owner[state] == rule:
+                automaton.final[state] = 1
+
+
+def _check_nullable(automaton: Automaton, edges: list, auxiliary: list, rules: list) -> None:
+    """Prove that xgrammar's parser gets through rules that match the empty text, in whatever order it meets them.
+
+    It relies on a list of such rules, which lacks those that may do without their counted repetition. They complete in
+    the very step that predicts them, and a second caller that comes later in that step would be missed. So such a rule
+    may be called from one place only, and that has to be where its own rule begins.
+    """
+    nullable = _nullable(edges, auxiliary, rules)
+    if automaton.nullable - nullable:
+        raise Unsupported("xgrammar takes a rule to match the empty text that does not")
+    unlisted = nullable - automaton.nullable
+    if not unlisted:
+        return
+    entered = {target for leaving in edges for _, _, target in leaving}
+    starts, callers = {start for start, _ in rules}, []
+    for state, calls in enumerate(automaton.calls):
+        for rule, _ in calls:
+            if rule in unlisted:
+                callers.append(rule)
+                if state in entered or state not in starts:
+                    raise Unsupported("a rule may be empty, and xgrammar does not list it")
+    if len(callers) > len(set(callers)) or any(rule in unlisted for rule, *_ in automaton.repeats.values()):
+        raise Unsupported("a rule may be empty, and xgrammar does not list it")
+
+
+def _nullable(edges: list, auxiliary: list, rules: list) -> frozenset:
+    """The rules that may match the empty text, as a fixpoint."""
+    nullable: set = set()
+    grown = True
+    while grown:
+        grown = False
+        for rule, (start, ends) in enumerate(rules):
+            if rule in nullable:
+                continue
+            seen, work = {start}, [start]
+            while work:
+                for kind, value, target in edges[work.pop()]:
+                    free = kind == EPSILON or (kind == CALL and value in nullable)
+                    if kind == REPEAT:
+                        free = auxiliary[value] in nullable or auxiliary[value + 1] == 0
+                    if free and target not in seen:
+                        seen.add(target)
+                        work.append(target)
+            if seen & set(ends):
+                nullable.add(rule)
+                grown = True
+    return frozenset(nullable)
