@@ -28,7 +28,7 @@ demo: $(READY)
 	@$(BIN)/vllm-speedups demo
 
 test: $(READY) lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --timeout 900
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -m "not engine"

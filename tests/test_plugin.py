@@ -86,6 +86,8 @@ def run(zygote):
     process, answers = zygote
 
     def run(code: str = LOAD, **environ) -> dict:
+        if "compile_factors" not in code:
+            environ = {settings.ENABLE: os.environ[settings.ENABLE], **environ}
         process.stdin.write(json.dumps({"code": textwrap.dedent(code), "environ": environ}) + "\n")
         process.stdin.flush()
         return json.loads(answers.readline())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,14 @@ BUDGETS = {
     settings.ROW_CACHE_MB: "row_cache_mb",
     settings.PREFIX_MEMO_MB: "prefix_memo_mb",
 }
-DEFAULTS = {"disable": (), "strict": False, "mask_cache_mb": 256, "row_cache_mb": 256, "prefix_memo_mb": 64}
+DEFAULTS = {
+    "disable": (),
+    "enable": (),
+    "strict": False,
+    "mask_cache_mb": 256,
+    "row_cache_mb": 256,
+    "prefix_memo_mb": 64,
+}
 
 
 def read(**environ) -> tuple:
@@ -72,8 +80,15 @@ def test_switches(text, strict, warned):
 def test_disabled_patches_are_a_list_of_names(text, names):
     found, warnings = read(**{settings.DISABLE: text})
     assert found.disable == names and warnings == []
-    assert all(found.disables(name) for name in names)
-    assert found.disables("other") is ("all" in names)
+    assert all(found.disables(SimpleNamespace(name=name, off_by_default="")) for name in names)
+    assert bool(found.disables(SimpleNamespace(name="other", off_by_default=""))) is ("all" in names)
+
+
+def test_a_patch_that_is_off_by_default_waits_to_be_asked_for():
+    patch = SimpleNamespace(name="new", off_by_default="not measured yet")
+    assert settings.ENABLE in read()[0].disables(patch) and "not measured yet" in read()[0].disables(patch)
+    assert read(**{settings.ENABLE: "other, new"})[0].disables(patch) == ""
+    assert "by the user" in read(**{settings.ENABLE: "new", settings.DISABLE: "new"})[0].disables(patch)
 
 
 def test_every_nonsense_value_is_warned_about_on_its_own():

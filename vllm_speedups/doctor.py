@@ -45,9 +45,7 @@ def examine() -> dict:
     # The warnings of patches that decline are in the report.
     logging.getLogger("vllm.speedups").setLevel(logging.CRITICAL)
     patches = plugin.discover()
-    unknown = [name for name in chosen.disable if name != "all" and name not in {patch.name for patch in patches}]
-    if unknown:
-        warnings.append(f"{settings.DISABLE} names no known patch: {', '.join(unknown)}")
+    warnings += chosen.unknown({patch.name for patch in patches})
     apply(patches, report["vllm"]["version"], chosen.disables, eager=True)
     report["patches"] = [
         {
@@ -116,7 +114,9 @@ def text(report: dict) -> str:
     values = report["settings"]
     for variable, key in zip(settings.VARIABLES, values):
         value = values[key]
-        shown = ",".join(value) if isinstance(value, (tuple, list)) else f"{value:g}" if key.endswith("_mb") else int(value)
+        shown = (
+            ",".join(value) if isinstance(value, (tuple, list)) else f"{value:g}" if key.endswith("_mb") else int(value)
+        )
         lines.append(f"  {variable:32} {shown if shown != '' else '(none)'}")
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)

@@ -55,7 +55,8 @@ def _register() -> list:
             _declare_variables()
             chosen = settings.current()
             patches = discover()
-            _warn_of_unknown(chosen.disable, {patch.name for patch in patches})
+            for warning in chosen.unknown({patch.name for patch in patches}):
+                logger.warning("%s", warning)
             apply(patches, vllm_version(), chosen.disables, eager=chosen.strict)
             _patches = patches
             _inform(summary(patches))
@@ -119,14 +120,6 @@ def _declare_variables() -> None:
 
 def _nothing() -> None:
     return None
-
-
-def _warn_of_unknown(disabled: tuple, known: set) -> None:
-    unknown = [name for name in disabled if name not in known and name != "all"]
-    if unknown:
-        logger.warning(
-            "%s names no known patch: %s (known: %s)", settings.DISABLE, ", ".join(unknown), ", ".join(sorted(known))
-        )
 
 
 __all__ = ["NOT_MEANT", "PatchNotApplied", "discover", "patches", "register", "revert", "summary", "vllm_version"]

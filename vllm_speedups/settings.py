@@ -12,11 +12,12 @@ from typing import Callable
 logger = logging.getLogger("vllm.speedups")
 
 DISABLE = "VLLM_SPEEDUPS_DISABLE"
+ENABLE = "VLLM_SPEEDUPS_ENABLE"
 STRICT = "VLLM_SPEEDUPS_STRICT"
 MASK_CACHE_MB = "VLLM_SPEEDUPS_MASK_CACHE_MB"
 ROW_CACHE_MB = "VLLM_SPEEDUPS_ROW_CACHE_MB"
 PREFIX_MEMO_MB = "VLLM_SPEEDUPS_PREFIX_MEMO_MB"
-VARIABLES = (DISABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB)
+VARIABLES = (DISABLE, ENABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB)
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,28 @@ class Settings:
     """What is in force in this process. Budgets are in MiB."""
 
     disable: tuple = ()
+    enable: tuple = ()
     strict: bool = False
     mask_cache_mb: float = 256
     row_cache_mb: float = 256
     prefix_memo_mb: float = 64
 
-    def disables(self, patch: str) -> bool:
-        """Whether the user switched a patch off."""
-        return "all" in self.disable or patch in self.disable
+    def disables(self, patch) -> str:
+        """Why a patch, anything with `name` and `off_by_default`, stays off; empty where it does not."""
+        if "all" in self.disable or patch.name in self.disable:
+            return "switched off by the user"
+        if patch.off_by_default and patch.name not in self.enable:
+            return f"off by default ({ENABLE}={patch.name} to use it): {patch.off_by_default}"
+        return ""
+
+    def unknown(self, known: set) -> list:
+        """A line for each variable that names a patch that is not among `known`."""
+        lines = []
+        for variable, names in ((DISABLE, self.disable), (ENABLE, self.enable)):
+            wrong = [name for name in names if name not in known and name != "all"]
+            if wrong:
+                lines.append(f"{variable} names no known patch: {', '.join(wrong)} (known: {', '.join(sorted(known))})")
+        return lines
 
 
 def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
@@ -51,6 +66,9 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
             return default
         return value
 
+    def names(variable: str) -> tuple:
+        return tuple(name for name in environ.get(variable, "").replace(" ", "").split(",") if name)
+
     def switch(variable: str) -> bool:
         text = environ.get(variable, "").strip().lower()
         if text in ("", "0", "false", "no", "off"):
@@ -61,7 +79,8 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
         return True
 
     return Settings(
-        disable=tuple(name for name in environ.get(DISABLE, "").replace(" ", "").split(",") if name),
+        disable=names(DISABLE),
+        enable=names(ENABLE),
         strict=switch(STRICT),
         mask_cache_mb=budget(MASK_CACHE_MB, Settings.mask_cache_mb),
         row_cache_mb=budget(ROW_CACHE_MB, Settings.row_cache_mb),
@@ -78,4 +97,3 @@ def current() -> Settings:
     if _current is None:
         _current = read(os.environ, logger.warning)
     return _current
-

@@ -34,7 +34,9 @@ def build(context) -> dict:
             warned = True
             return stock(scheduler_output, grammar_output, input_batch, logits)
         try:
-            places, indices = _places(scheduler_output.scheduled_spec_decode_tokens, grammar_output, input_batch.req_ids)
+            places, indices = _places(
+                scheduler_output.scheduled_spec_decode_tokens, grammar_output, input_batch.req_ids
+            )
             if places != list(range(len(rows))):
                 rows = rows[places]
             applier.apply(logits, np.ascontiguousarray(rows), indices)

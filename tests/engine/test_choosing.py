@@ -67,7 +67,7 @@ def test_each_patch_can_be_switched_off_alone(name):
     from vllm.v1.structured_output import utils
 
     patches, stock = plugin.discover(), utils.apply_grammar_bitmask
-    apply(patches, plugin.vllm_version(), lambda patch: patch == name)
+    apply(patches, plugin.vllm_version(), lambda contract: "off" if contract.name == name else "")
     try:
         assert {patch.name: patch.status for patch in patches} == {**dict.fromkeys(NAMES, "applied"), name: "disabled"}
         assert (utils.apply_grammar_bitmask is stock) == (name == "grammar-masks")
@@ -77,6 +77,13 @@ def test_each_patch_can_be_switched_off_alone(name):
             if patch.active:
                 patch.revert()
     assert utils.apply_grammar_bitmask is runner.apply_grammar_bitmask is stock
+
+
+def test_what_is_off_by_default_says_so_and_how_to_use_it():
+    seen, log = load(VLLM_SPEEDUPS_ENABLE=None)
+    off = {patch.name for patch in plugin.discover() if patch.contract.off_by_default}
+    assert {name for name, status in seen["patches"].items() if status == "disabled"} == off != set()
+    assert all(f"{name} disabled: off by default (VLLM_SPEEDUPS_ENABLE={name}" in log for name in off)
 
 
 def test_nonsense_is_one_clear_line_each_and_vllm_goes_on():

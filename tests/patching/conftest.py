@@ -92,7 +92,7 @@ class Workshop:
         form = self.form(*targets, premises=premises)
         return Patch(Contract(name=name, engine="V1", vllm=SpecifierSet(">=1"), forms=(form,)), glue=glue)
 
-    def apply(self, *patches: Patch, version="1.0", disables=lambda name: False, eager: bool = False) -> Patch:
+    def apply(self, *patches: Patch, version="1.0", disables=lambda contract: "", eager: bool = False) -> Patch:
         apply(patches, version, disables, eager)
         return patches[0]
 

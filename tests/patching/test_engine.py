@@ -468,7 +468,9 @@ def test_eager_application_of_a_module_that_cannot_be_imported_declines(workshop
 def test_a_patch_that_is_disabled_or_not_meant_is_not_even_checked(workshop):
     lib = workshop.load("lib")
     stock = lib.double
-    disabled = workshop.apply(workshop.patch("lib:double"), disables=lambda name: name == "speedy")
+    disabled = workshop.apply(
+        workshop.patch("lib:double"), disables=lambda contract: "off" if contract.name == "speedy" else ""
+    )
     not_meant = workshop.apply(workshop.patch("lib:double"), version="0.9")
     assert (disabled.status, not_meant.status) == (DISABLED, NOT_MEANT)
     assert "the user" in disabled.reason and ">=1" in not_meant.reason

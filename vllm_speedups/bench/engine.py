@@ -56,7 +56,7 @@ class Engine:
     """One engine process. Used as a context manager, it ends with the block."""
 
     def __init__(self, arguments: dict, patched: bool, extra: dict | None = None):
-        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "vllm_speedups.bench.worker", json.dumps(arguments)],
             env=environment(patched, extra),

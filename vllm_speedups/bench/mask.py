@@ -18,11 +18,15 @@ def add_arguments(parser) -> None:
     """The arguments of `vllm-speedups bench mask`."""
     parser.add_argument("--rows", type=int, default=64, help="rows of logits (default: %(default)s)")
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="logits a row (default: %(default)s)")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="float32, bfloat16, float16 (default: %(default)s)")
+    parser.add_argument(
+        "--dtypes", default="float32,bfloat16", help="float32, bfloat16, float16 (default: %(default)s)"
+    )
     parser.add_argument(
         "--distinct", default="1,0", help="different masks in the batch; 0: one a row (default: %(default)s)"
     )
-    parser.add_argument("--repeat", type=int, default=9, help="interleaved pairs; medians are shown (default: %(default)s)")
+    parser.add_argument(
+        "--repeat", type=int, default=9, help="interleaved pairs; medians are shown (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -49,7 +49,11 @@ def serve(engine_arguments: dict, answers) -> None:
             ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
         seconds = time.perf_counter() - start
         tokens = sum(len(one) for request in ids for one in request)
-        print(json.dumps({"seconds": seconds, "tokens": tokens, "ids": ids, **_what_happened(llm)}), file=answers, flush=True)
+        print(
+            json.dumps({"seconds": seconds, "tokens": tokens, "ids": ids, **_what_happened(llm)}),
+            file=answers,
+            flush=True,
+        )
 
 
 def _with_aborts(engine, prompts: list, parameters: list, abort_at_step: int) -> list:

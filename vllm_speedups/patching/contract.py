@@ -42,7 +42,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Contract:
-    """A parsed `patch.toml`."""
+    """A parsed `patch.toml`. `off_by_default` is the reason why a patch waits to be asked for, empty for most."""
 
     name: str
     engine: str
@@ -50,6 +50,7 @@ class Contract:
     forms: tuple
     prose: Mapping[str, str] = field(default_factory=dict)
     upstream: tuple = ()
+    off_by_default: str = ""
     folder: Path | None = None
 
     def meant_for(self, version: str | None) -> bool:
@@ -110,6 +111,7 @@ def load(folder: Path) -> Contract:
         forms=tuple(_form(path, form) for form in forms),
         prose={key: text(key) for key in PROSE},
         upstream=_texts(f"{path}: 'upstream'", table.get("upstream", [])),
+        off_by_default=text("off_by_default") if "off_by_default" in table else "",
         folder=folder,
     )
 

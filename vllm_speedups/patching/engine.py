@@ -197,7 +197,9 @@ def _bound(path: str) -> object:
         return None
 
 
-def apply(patches: Iterable[Patch], version: str | None, disables: Callable[[str], bool], eager: bool = False) -> None:
+def apply(
+    patches: Iterable[Patch], version: str | None, disables: Callable[[Contract], str], eager: bool = False
+) -> None:
     """Bring every patch into the state that this vLLM and the user's settings call for. Never raises.
 
     `eager` imports the targets' modules and runs the probes at once, for those who want to know now.
@@ -208,8 +210,9 @@ def apply(patches: Iterable[Patch], version: str | None, disables: Callable[[str
         if not patch.contract.meant_for(version):
             patch.status, patch.reason = NOT_MEANT, f"meant for vLLM {patch.contract.vllm}"
             continue
-        if disables(patch.name):
-            patch.status, patch.reason = DISABLED, "switched off by the user"
+        off = disables(patch.contract)
+        if off:
+            patch.status, patch.reason = DISABLED, off
             continue
         try:
             patch.check()
