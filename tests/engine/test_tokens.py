@@ -79,7 +79,13 @@ def test_speculative_decoding_with_rejected_drafts(pair, same_ids):
     "pair",
     [
         pytest.param(
-            {"backend": "xgrammar", "num_gpu_blocks_override": 9, "block_size": 16, "disable_log_stats": False},
+            {
+                "backend": "xgrammar",
+                "num_gpu_blocks_override": 9,
+                "block_size": 32,
+                "max_model_len": 128,
+                "disable_log_stats": False,
+            },
             id="nine blocks",
         )
     ],
