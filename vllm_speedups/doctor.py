@@ -73,13 +73,11 @@ def find_vllm() -> dict | None:
     if not (folder / "__init__.py").is_file():
         return None
     names = importlib_metadata.packages_distributions().get("vllm", [])
-    name = next((name for name in names if Path(str(_distribution(name).locate_file("vllm"))) == folder), None)
-    version = _distribution(name).version if name else None
-    return {"distribution": name, "version": version, "location": str(folder)}
-
-
-def _distribution(name: str):
-    return importlib_metadata.distribution(name)
+    for distribution in map(importlib_metadata.distribution, names):
+        if Path(str(distribution.locate_file("vllm"))) == folder:
+            name = distribution.metadata["Name"]
+            return {"distribution": name, "version": distribution.version, "location": str(folder)}
+    return {"distribution": None, "version": None, "location": str(folder)}
 
 
 def _loaded_by_vllm() -> dict:
@@ -114,9 +112,7 @@ def text(report: dict) -> str:
     values = report["settings"]
     for variable, key in zip(settings.VARIABLES, values):
         value = values[key]
-        shown = (
-            ",".join(value) if isinstance(value, (tuple, list)) else f"{value:g}" if key.endswith("_mb") else int(value)
-        )
-        lines.append(f"  {variable:32} {shown if shown != '' else '(none)'}")
+        shown = (",".join(value) or "(none)") if isinstance(value, (tuple, list)) else f"{float(value):g}"
+        lines.append(f"  {variable:32} {shown}")
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from . import __version__, settings
-from .patching import DECLINED, DISABLED, NOT_MEANT, Patch, apply, load
+from .patching import DECLINED, DISABLED, Patch, apply, load
 
 logger = logging.getLogger("vllm.speedups")
 
@@ -122,4 +122,4 @@ def _nothing() -> None:
     return None
 
 
-__all__ = ["NOT_MEANT", "PatchNotApplied", "discover", "patches", "register", "revert", "summary", "vllm_version"]
+__all__ = ["PatchNotApplied", "discover", "patches", "register", "revert", "summary", "vllm_version"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-
 import torch
 
-from vllm_speedups import settings
 from vllm_speedups.masks.packed import words_for
 from vllm_speedups.masks.rows import RowCache
-from vllm_speedups.masks.tracking import EXPENSIVE, Arrays, Request, Tracker
+from vllm_speedups.masks.tracking import EXPENSIVE, Request, Tracker
+from vllm_speedups.patches.tracked import fill_through, reset_through, serial_of, tracker
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -28,19 +25,13 @@ def build(context) -> dict:
         context.stock[path] for path in (COMPILE, ACCEPT, ROLLBACK, RESET, FILL)
     )
     counts = counters("guidance-history")
-    megabytes = settings.current().row_cache_mb
-    tracker = Tracker(RowCache(int(megabytes * 2**20), counts), int(megabytes * 2**20 / 4), counts)
-    serials = itertools.count()
-    clock, array_of = time.perf_counter, Arrays()
+    grammars = tracker(counts)
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
         grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
         try:
-            serial = self.__dict__.get("_speedups_serial")
-            if serial is None:
-                serial = self.__dict__.setdefault("_speedups_serial", next(serials))
             # The tokenizer belongs to the backend; stop tokens play no part in an llguidance matcher.
-            grammar._speedups = Request(tracker, tracker.grammar((serial, request_type, grammar_spec)))
+            grammar._speedups = Request(grammars, grammars.grammar((serial_of(self), request_type, grammar_spec)))
         except Exception as error:
             context.failed(error)
         return grammar
@@ -66,43 +57,12 @@ def build(context) -> dict:
         if request is not None and num_tokens > 0:
             request.trail.rollback(count)
 
-    def reset(self):
-        request = self.__dict__.get("_speedups")
-        stock_reset(self)
-        if request is not None:
-            request.trail.reset()
+    def broken(self):
+        # Such a matcher allows only the end of the text, and not for what it was given.
+        return self.ll_matcher.is_error()
 
-    def fill_bitmask(self, bitmask, idx):
-        request = self.__dict__.get("_speedups")
-        if request is None:
-            return stock_fill(self, bitmask, idx)
-        try:
-            row = request.look_up()
-            if row is not None:
-                array = array_of(bitmask)
-                if len(row) == array.shape[1]:
-                    array[idx] = row
-                    counts["hits"] += 1
-                    return None
-        except Exception as error:
-            del self._speedups
-            context.failed(error)
-            return stock_fill(self, bitmask, idx)
-        start = clock()
-        stock_fill(self, bitmask, idx)
-        seconds = clock() - start
-        try:
-            counts["misses"] += 1
-            if seconds >= EXPENSIVE and self.ll_matcher.is_error():
-                # A matcher that broke down allows only the end of the text, and not for what it was given.
-                del self._speedups
-            else:
-                request.filled(array_of(bitmask)[idx], seconds)
-        except Exception as error:
-            self.__dict__.pop("_speedups", None)
-            context.failed(error)
-        return None
-
+    reset = reset_through(stock_reset)
+    fill_bitmask = fill_through(stock_fill, counts, context.failed, lambda grammar, request: True, broken)
     return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
 
 
@@ -114,14 +74,14 @@ def probe(context, replacements) -> None:
     tokenizer = llguidance.LLTokenizer("byte")
     size, eos = tokenizer.vocab_size, tokenizer.eos_token
     specification = llguidance.grammar_from("regex", "(ab|ac?)+b")
-    tracker = Tracker(RowCache(2**20), 2**20, counters("guidance-history probe"))
-    known = tracker.grammar("probe")
+    grammars = Tracker(RowCache(2**20), 2**20, counters("guidance-history probe"))
+    known = grammars.grammar("probe")
     known.dear = True
     for path in (b"abb", b"acab", b"ab", b"abz", b"aaaab"):
         # Level 0, and errors marked as printed: a refused token is part of the probe, and no news to the user.
         matchers = [llguidance.LLMatcher(tokenizer, specification, log_level=0) for _ in range(2)]
         stock, ours = (GuidanceGrammar(matcher, tokenizer, size, printed_error=True) for matcher in matchers)
-        ours._speedups = Request(tracker, known)
+        ours._speedups = Request(grammars, known)
         for step, token in enumerate([*path, eos, *path]):
             for grammar, methods in ((stock, context.stock), (ours, replacements)):
                 methods[ACCEPT](grammar, "probe", [token])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
-from vllm_speedups import settings
 from vllm_speedups.masks.packed import words_for
 from vllm_speedups.masks.rows import RowCache
+from vllm_speedups.patches.tracked import row_budget, serial_of
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -22,17 +20,13 @@ def build(context) -> dict:
     """The three methods, around one row cache a process."""
     stock_compile, stock_accept, stock_fill = (context.stock[path] for path in (COMPILE, ACCEPT, FILL))
     counts = counters("outlines-states")
-    cache = RowCache(int(settings.current().row_cache_mb * 2**20), counts)
-    serials = itertools.count()
+    cache = RowCache(row_budget(), counts)
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
         grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
         try:
-            serial = self.__dict__.get("_speedups_serial")
-            if serial is None:
-                serial = self.__dict__.setdefault("_speedups_serial", next(serials))
             # The vocabulary belongs to the backend; stop tokens play no part in an outlines index.
-            grammar._speedups_rows = cache.grammar((serial, request_type, grammar_spec))
+            grammar._speedups_rows = cache.grammar((serial_of(self), request_type, grammar_spec))
         except Exception as error:
             context.failed(error)
         return grammar

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
-import time
 from functools import lru_cache
 
 import torch
 
-from vllm_speedups import settings
 from vllm_speedups.masks.packed import allowed_ids
 from vllm_speedups.masks.printed import parse_printed
 from vllm_speedups.masks.rows import RowCache
 from vllm_speedups.masks.serialized import Automaton, Unsupported, Vocabulary, parse
-from vllm_speedups.masks.tracking import Arrays, Request, Tracker
+from vllm_speedups.masks.tracking import Request, Tracker
+from vllm_speedups.patches.tracked import fill_through, reset_through, serial_of, tracker
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -88,22 +86,16 @@ def build(context) -> dict:
         context.stock[path] for path in (COMPILE, ACCEPT, ROLLBACK, RESET, FILL)
     )
     counts = counters("xgrammar-states")
-    megabytes = settings.current().row_cache_mb
-    tracker = Tracker(RowCache(int(megabytes * 2**20), counts), int(megabytes * 2**20 / 4), counts)
-    serials = itertools.count()
-    clock, array_of = time.perf_counter, Arrays()
+    grammars = tracker(counts)
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
         grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
         try:
-            known = self.__dict__.get("_speedups_words")
-            if known is None:
-                known = self.__dict__.setdefault("_speedups_words", (next(serials), _Words()))
-            serial, words = known
+            words = self.__dict__.get("_speedups_words") or self.__dict__.setdefault("_speedups_words", _Words())
             compiled = grammar.ctx
-            key = (serial, request_type, grammar_spec, frozenset(stop_token_ids or ()))
+            key = (serial_of(self), request_type, grammar_spec, frozenset(stop_token_ids or ()))
             grammar._speedups = Request(
-                tracker, tracker.grammar(key), lambda: (automaton_of(compiled), words.of(compiled))
+                grammars, grammars.grammar(key), lambda: (automaton_of(compiled), words.of(compiled))
             )
         except Exception as error:
             context.failed(error)
@@ -127,40 +119,12 @@ def build(context) -> dict:
         if request is not None:
             request.trail.rollback(before - self.num_processed_tokens)
 
-    def reset(self):
-        request = self.__dict__.get("_speedups")
-        stock_reset(self)
-        if request is not None:
-            request.trail.reset()
-
-    def fill_bitmask(self, bitmask, idx):
-        request = self.__dict__.get("_speedups")
+    def in_step(self, request):
         # Stock raises for a matcher that has ended; and whoever moved the matcher past us made our count wrong.
-        if request is None or self._is_terminated or len(request.trail.tokens) != self.num_processed_tokens:
-            return stock_fill(self, bitmask, idx)
-        try:
-            row = request.look_up()
-            if row is not None:
-                array = array_of(bitmask)
-                if len(row) == array.shape[1]:
-                    array[idx] = row
-                    counts["hits"] += 1
-                    return None
-        except Exception as error:
-            del self._speedups
-            context.failed(error)
-            return stock_fill(self, bitmask, idx)
-        start = clock()
-        stock_fill(self, bitmask, idx)
-        seconds = clock() - start
-        try:
-            request.filled(array_of(bitmask)[idx], seconds)
-            counts["misses"] += 1
-        except Exception as error:
-            del self._speedups
-            context.failed(error)
-        return None
+        return not self._is_terminated and len(request.trail.tokens) == self.num_processed_tokens
 
+    reset = reset_through(stock_reset)
+    fill_bitmask = fill_through(stock_fill, counts, context.failed, in_step, lambda grammar: False)
     return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
 
 
@@ -201,15 +165,15 @@ def probe(context, replacements) -> None:
         compiler.compile_json_schema(json.dumps({"type": "array", "items": {"type": ["string", "number"]}}))
     )
     for number, one in enumerate(compiled):
-        tracker = Tracker(RowCache(2**24), 2**24, counters("xgrammar-states probe"))
-        known = tracker.grammar(number)
-        tracker.build(known, lambda one=one: (parse(one.grammar.serialize_json()), vocabulary))
+        grammars = Tracker(RowCache(2**24), 2**24, counters("xgrammar-states probe"))
+        known = grammars.grammar(number)
+        grammars.build(known, lambda one=one: (parse(one.grammar.serialize_json()), vocabulary))
         if known.network is None:
             raise Declined(f"its probe grammar {number} has no state ids: {known.reason}")
         hits = 0
         for path in range(4):
             stock, ours = (XgrammarGrammar(info.vocab_size, xgr.GrammarMatcher(one), one) for _ in range(2))
-            ours._speedups = Request(tracker, known)
+            ours._speedups = Request(grammars, known)
             for step in range(32):
                 masks = [xgr.allocate_token_bitmask(2, info.vocab_size) for _ in range(2)]
                 context.stock[FILL](stock, masks[0], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import threading
 
 import cbor2
 import xxhash
@@ -31,3 +32,12 @@ def chain(name: str, block_size: int, tokens: list, start: int, runs, parent: by
             digests.append(parent)
             start += block_size
     return digests
+
+
+def in_two_threads(work) -> None:
+    """Run `work(0)` and `work(1)` at the same time."""
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

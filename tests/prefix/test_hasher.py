@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import defaultdict
 
 import pytest
@@ -14,6 +13,7 @@ from vllm_speedups.prefix import PrefixHasher, PrefixMemo, find
 from vllm_speedups.prefix import hasher as module
 
 from . import reference
+from .reference import in_two_threads
 from .strategies import block_sizes, extra_keys, token_ids, twins
 
 EAGER = {"_MEMO_TOKENS": 8, "_BULK_TOKENS": 12, "_CHUNK_TOKENS": 40}
@@ -143,11 +143,7 @@ def test_two_threads_sharing_one_memo_agree_with_the_reference(eager):
             if hasher.extend(tokens, 0, runs, parent) != reference.chain("sha256", 4, tokens, 0, runs, parent):
                 wrong.append(tokens)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two_threads(work)
     assert not wrong
 
 

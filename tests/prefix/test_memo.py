@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 
 from hypothesis import given, settings
@@ -10,6 +9,8 @@ from hypothesis import strategies as st
 
 from vllm_speedups.prefix import PrefixMemo
 from vllm_speedups.prefix.records import FIRST, pack
+
+from .reference import in_two_threads
 
 BLOCK = 2
 KEY = ("test", BLOCK, b"parent", b"tail")
@@ -159,10 +160,6 @@ def test_two_threads_find_only_what_is_true():
                 wrong.append(tokens)
             memo.remember(KEY, pack(tokens), FIRST, BLOCK, own)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two_threads(work)
     assert not wrong
     check(memo)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch")
 from vllm_speedups import telemetry  # noqa: E402
 
 from . import releases  # noqa: E402
+from .reference import in_two_threads  # noqa: E402
 from .strategies import token_ids  # noqa: E402
 
 RELEASES = [release for release in (releases.installed(), *releases.unpacked()) if release is not None]
@@ -215,11 +215,7 @@ def test_input_thread_and_engine_thread_hash_at_once(release):
                 if ours(request) != stock(request):
                     wrong.append(tokens)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_two_threads(work)
     assert not wrong
 
 

@@ -43,7 +43,6 @@ def add_arguments(parser) -> None:
 
 def run(options) -> int:
     """Run the demo. 0: all ids equal; 1: an id differed, or an engine failed; 2: something is missing."""
-    progress = sys.stderr
     backends = [name for name in options.backends.split(",") if name]
     unknown = sorted(set(backends) - set(BACKENDS))
     if unknown or not backends:
@@ -57,8 +56,8 @@ def run(options) -> int:
             model = build_model(Path(folder))
             results = {}
             for number, backend in enumerate(backends, 1):
-                _say(progress, f"[{number}/{len(backends)}] {backend}: starting two engines, stock and patched ...")
-                results[backend] = _measure(str(model), backend, options, progress)
+                _say(f"[{number}/{len(backends)}] {backend}: starting two engines, stock and patched ...")
+                results[backend] = _measure(str(model), backend, options)
         except NoTokenizer as error:
             print(error, file=sys.stderr)
             return 2
@@ -70,13 +69,12 @@ def run(options) -> int:
     return 0 if all(row["equal"] for result in results.values() for row in result["rows"]) else 1
 
 
-def _measure(model: str, backend: str, options, progress) -> dict:
+def _measure(model: str, backend: str, options) -> dict:
     """Both engines alive, asked in turn, so that the machine's drift meets both alike."""
     more = {"max_num_seqs": options.batch}
     if options.disable_any_whitespace:
         more["structured_outputs_config"] = {"disable_any_whitespace": True}
     arguments = engine_arguments(model, backend, **more)
-    # The second waits for the first: two compilations of the same kernels at once would share nothing.
     with Engine(arguments, patched=False) as stock, Engine(arguments, patched=True) as patched:
         about = [engine.wait_until_ready() for engine in (stock, patched)]
         prompts = [[1, 1000 + index] for index in range(options.batch)]
@@ -90,11 +88,11 @@ def _measure(model: str, backend: str, options, progress) -> dict:
             asked = prompts * 2 if guided else prompts
             pairs = [_pair(stock, patched, asked, options.tokens, arguments) for _ in range(repeat)]
             rows.append(_row(name, pairs))
-            _say(progress, f"  {name:12} {_rates(rows[-1])}")
+            _say(f"  {name:12} {_rates(rows[-1])}")
         arguments = {"guide": {"json": SCHEMAS[SCHEMA]}, "temperature": 0.0}
         pair = _pair(stock, patched, prompts[:GREEDY], options.tokens, arguments)
         rows.append({**_row("greedy", [pair]), "timed": False})
-        _say(progress, f"  {'greedy':12} ids {'equal' if rows[-1]['equal'] else 'DIFFER'}")
+        _say(f"  {'greedy':12} ids {'equal' if rows[-1]['equal'] else 'DIFFER'}")
     return {"patches": about[1]["patches"], "threads": about[1]["threads"], "rows": rows}
 
 
@@ -182,5 +180,5 @@ def _plain(options) -> dict:
     return {key: value for key, value in vars(options).items() if isinstance(value, (str, int, float, bool))}
 
 
-def _say(stream, text: str) -> None:
-    print(text, file=stream, flush=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 VOCAB_SIZE = 151_936
 # Tokens allowed, as they are or counted from the vocabulary's end.
 ALLOWED = (1, 100, 1_000, 5_000, 20_000, 40_000, 75_000, 110_000, 130_000, 140_000, -7_000, -2_000, -36, -0)
-TARGET = "vllm.v1.structured_output.utils"
 
 
 def add_arguments(parser) -> None:

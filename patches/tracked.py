@@ -1,0 +1,84 @@
+"""Glue that the patches of several backends share: numbering backends, and filling rows through a tracked request."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from vllm_speedups import settings
+from vllm_speedups.masks.rows import RowCache
+from vllm_speedups.masks.tracking import EXPENSIVE, Arrays, Tracker
+
+_serials = itertools.count()
+
+
+def serial_of(backend: object) -> int:
+    """The number of a backend, unique in the process: the part of a grammar's key that stands for its vocabulary."""
+    serial = backend.__dict__.get("_speedups_serial")
+    if serial is None:
+        # Grammars are compiled on several threads: the first number that was set is the backend's.
+        serial = backend.__dict__.setdefault("_speedups_serial", next(_serials))
+    return serial
+
+
+def row_budget() -> int:
+    """The bytes that rows may take, from VLLM_SPEEDUPS_ROW_CACHE_MB."""
+    return int(settings.current().row_cache_mb * 2**20)
+
+
+def tracker(counts: dict) -> Tracker:
+    """A tracker with a row cache of its own. Networks and tries get a quarter of the rows' budget beside it."""
+    return Tracker(RowCache(row_budget(), counts), int(row_budget() / 4), counts)
+
+
+def reset_through(stock_reset):
+    """The `reset(self)` of a grammar class whose instances carry a `Request` as `_speedups`."""
+
+    def reset(self):
+        request = self.__dict__.get("_speedups")
+        stock_reset(self)
+        if request is not None:
+            request.trail.reset()
+
+    return reset
+
+
+def fill_through(stock_fill, counts: dict, failed, in_step, broken):
+    """The `fill_bitmask(self, bitmask, idx)` of a grammar class whose instances carry a `Request` as `_speedups`.
+
+    `in_step(grammar, request)`: whether the request still knows what the matcher holds; stock fills where it does not.
+    `broken(grammar)`: whether an expensive row is that of a matcher that broke down, and must not be kept.
+    """
+    clock, array_of = time.perf_counter, Arrays()
+
+    def fill_bitmask(self, bitmask, idx):
+        request = self.__dict__.get("_speedups")
+        if request is None or not in_step(self, request):
+            return stock_fill(self, bitmask, idx)
+        try:
+            row = request.look_up()
+            if row is not None:
+                array = array_of(bitmask)
+                if len(row) == array.shape[1]:
+                    array[idx] = row
+                    counts["hits"] += 1
+                    return None
+        except Exception as error:
+            del self._speedups
+            failed(error)
+            return stock_fill(self, bitmask, idx)
+        start = clock()
+        stock_fill(self, bitmask, idx)
+        seconds = clock() - start
+        try:
+            counts["misses"] += 1
+            if seconds >= EXPENSIVE and broken(self):
+                del self._speedups
+            else:
+                request.filled(array_of(bitmask)[idx], seconds)
+        except Exception as error:
+            self.__dict__.pop("_speedups", None)
+            failed(error)
+        return None
+
+    return fill_bitmask
