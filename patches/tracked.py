@@ -7,7 +7,7 @@ import time
 
 from vllm_speedups import settings
 from vllm_speedups.masks.rows import RowCache
-from vllm_speedups.masks.tracking import EXPENSIVE, Arrays, Tracker
+from vllm_speedups.masks.tracking import Arrays, Tracker
 
 _serials = itertools.count()
 
@@ -47,7 +47,7 @@ def fill_through(stock_fill, counts: dict, failed, in_step, broken):
     """The `fill_bitmask(self, bitmask, idx)` of a grammar class whose instances carry a `Request` as `_speedups`.
 
     `in_step(grammar, request)`: whether the request still knows what the matcher holds; stock fills where it does not.
-    `broken(grammar)`: whether an expensive row is that of a matcher that broke down, and must not be kept.
+    `broken(grammar)`: whether the matcher broke down while it filled; its rows are then not those of its tokens.
     """
     clock, array_of = time.perf_counter, Arrays()
 
@@ -72,7 +72,7 @@ def fill_through(stock_fill, counts: dict, failed, in_step, broken):
         seconds = clock() - start
         try:
             counts["misses"] += 1
-            if seconds >= EXPENSIVE and broken(self):
+            if broken(self):
                 del self._speedups
             else:
                 request.filled(array_of(bitmask)[idx], seconds)

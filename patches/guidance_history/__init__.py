@@ -54,7 +54,12 @@ def build(context) -> dict:
         request = self.__dict__.get("_speedups")
         count = num_tokens - self.rollback_lag
         stock_rollback(self, num_tokens)
-        if request is not None and num_tokens > 0:
+        if request is None or num_tokens <= 0:
+            return
+        if self.ll_matcher.is_error():
+            # Tokens behind the end are accepted and not consumed: taking back more than it holds breaks a matcher.
+            del self._speedups
+        else:
             request.trail.rollback(count)
 
     def broken(self):

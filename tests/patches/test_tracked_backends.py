@@ -1,0 +1,201 @@
+"""`guidance-history` and `xgrammar-states` beside the methods that they replace: one matcher driven by stock, one by us."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from vllm_speedups import settings, telemetry
+
+guidance = pytest.importorskip("vllm.v1.structured_output.backend_guidance")
+xgrammar = pytest.importorskip("vllm.v1.structured_output.backend_xgrammar")
+llguidance = pytest.importorskip("llguidance")
+xgr = pytest.importorskip("xgrammar")
+
+from vllm_speedups.masks import tracking  # noqa: E402
+from vllm_speedups.masks.packed import allowed_ids  # noqa: E402
+from vllm_speedups.patches import guidance_history, xgrammar_states  # noqa: E402
+from vllm_speedups.patching import Context  # noqa: E402
+
+REGEXES = ("(ab|ac?)+b", "[ab]{2,4}c*", '"[a-c]{0,3}"(,"[a-c]{0,3}")*', "a(b|c)*|(ab)+")
+
+
+class Guidance:
+    """llguidance over single bytes."""
+
+    name, glue = "guidance-history", guidance_history
+    tokenizer = llguidance.LLTokenizer("byte")
+    size, eos = tokenizer.vocab_size, tokenizer.eos_token
+    grammar_class, backend_class = guidance.GuidanceGrammar, guidance.GuidanceBackend
+
+    @classmethod
+    def compiled(cls, regex: str):
+        matcher = llguidance.LLMatcher(cls.tokenizer, llguidance.grammar_from("regex", regex), log_level=0)
+        return guidance.GuidanceGrammar(matcher, cls.tokenizer, cls.size, printed_error=True)
+
+
+class XGrammar:
+    """xgrammar over single bytes, a few longer tokens and an end."""
+
+    name, glue = "xgrammar-states", xgrammar_states
+    words = (*(bytes([byte]) for byte in range(128)), b"ab", b"abc", b'","', b"bb", b"</s>")
+    size, eos = len(words), len(words) - 1
+    compiler = xgr.GrammarCompiler(
+        xgr.TokenizerInfo(list(words), vocab_type=xgr.VocabType.RAW, stop_token_ids=[eos]), max_threads=1
+    )
+    grammar_class, backend_class = xgrammar.XgrammarGrammar, xgrammar.XgrammarBackend
+
+    @classmethod
+    def compiled(cls, regex: str):
+        compiled = cls.compiler.compile_regex(regex)
+        return xgrammar.XgrammarGrammar(cls.size, xgr.GrammarMatcher(compiled, max_rollback_tokens=200), compiled)
+
+
+class Installed:
+    """A patch's replacements around stock's methods, every row kept, and the matchers that they drive."""
+
+    def __init__(self, kind):
+        glue, self.kind, self.failures = kind.glue, kind, []
+        stock = {
+            glue.COMPILE: lambda backend, request_type, regex, stop_token_ids=None: kind.compiled(regex),
+            glue.ACCEPT: kind.grammar_class.accept_tokens,
+            glue.ROLLBACK: kind.grammar_class.rollback,
+            glue.RESET: kind.grammar_class.reset,
+            glue.FILL: kind.grammar_class.fill_bitmask,
+        }
+        self.stock, self.backend = stock, SimpleNamespace()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(settings, "_current", settings.Settings(row_cache_mb=4))
+            self.ours = glue.build(Context("", stock, self.failures.append))
+        self.counts = telemetry.counters(kind.name)
+
+    def matcher(self, regex: str, backend=None):
+        """A matcher of ours, its network built, or its history begun."""
+        grammar = self.ours[self.kind.glue.COMPILE](backend or self.backend, "regex", regex)
+        request = grammar._speedups
+        request.grammar.dear = True
+        if request.source and request.grammar.network is None:
+            request.tracker.build(request.grammar, request.source)
+        return grammar
+
+    def call(self, path: str, ours, *arguments):
+        return self.ours[path](ours, *arguments)
+
+    def row(self, methods: dict, grammar) -> torch.Tensor:
+        bitmask = torch.zeros((2, (self.kind.size + 31) // 32), dtype=torch.int32)
+        methods[self.kind.glue.FILL](grammar, bitmask, 1)
+        return bitmask[1]
+
+    def hits_in(self, grammar) -> int:
+        """How many rows one fill takes from the cache: 0 or 1."""
+        before = self.counts["hits"]
+        self.row(self.ours, grammar)
+        return self.counts["hits"] - before
+
+
+@pytest.fixture(params=[Guidance, XGrammar], ids=["guidance", "xgrammar"], scope="module")
+def installed(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "EXPENSIVE", -1.0)
+        yield Installed(request.param)
+
+
+def state(grammar) -> tuple:
+    return (
+        grammar.is_terminated(),
+        getattr(grammar, "num_processed_tokens", None),
+        getattr(grammar, "rollback_lag", None),
+    )
+
+
+@given(seed=st.integers(0, 2**32), regex=st.sampled_from(REGEXES))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_rows_and_answers_are_stocks_through_everything_vllm_does(installed, seed, regex):
+    glue, chance = installed.kind.glue, random.Random(seed)
+    stock, ours, held = installed.kind.compiled(regex), installed.matcher(regex), 0
+    both = ((installed.stock, stock), (installed.ours, ours))
+    for step in range(40):
+        action = chance.random()
+        if stock.is_terminated() or action < 0.15:
+            back = chance.randint(1, held) if held else 0
+            for methods, grammar in both:
+                methods[glue.ROLLBACK](grammar, back)
+            held -= back
+        elif action < 0.2:
+            for methods, grammar in both:
+                methods[glue.RESET](grammar)
+            held = 0
+        if stock.is_terminated():
+            break
+        rows = [installed.row(methods, grammar) for methods, grammar in both]
+        assert torch.equal(*rows), (regex, step)
+        allowed = allowed_ids(rows[0].numpy(), installed.kind.size).tolist()
+        refused = action > 0.97
+        token = (installed.kind.size - 2) if refused else chance.choice(allowed)
+        tokens = [token, *chance.choices([97, 98, 99, installed.kind.eos], k=chance.choice([0, 0, 0, 1, 2]))]
+        answers = [methods[glue.ACCEPT](grammar, "request", tokens) for methods, grammar in both]
+        assert answers[0] == answers[1] and state(stock) == state(ours)
+        held = stock.num_processed_tokens if installed.kind is XGrammar else held + len(tokens) * answers[0]
+        if not answers[0] and installed.kind is Guidance:
+            # An llguidance matcher that refused a token is broken: one more row, and its life is over.
+            assert torch.equal(*(installed.row(methods, grammar) for methods, grammar in both))
+            break
+    assert installed.failures == []
+
+
+def walk(installed, grammar, text: bytes) -> None:
+    for token in text:
+        installed.row(installed.ours, grammar)
+        assert installed.call(installed.kind.glue.ACCEPT, grammar, "request", [token])
+    installed.row(installed.ours, grammar)
+
+
+def test_another_request_finds_the_rows_of_the_first(installed):
+    walk(installed, installed.matcher("a(b|c)*d"), b"abcb")
+    other = installed.matcher("a(b|c)*d")
+    before = installed.counts["hits"]
+    walk(installed, other, b"abcb")
+    assert installed.counts["hits"] - before == 5
+
+
+def test_a_matcher_rolled_back_goes_on_from_where_it_then_is(installed):
+    grammar, fresh = installed.matcher("x(a|b)*y"), installed.kind.compiled("x(a|b)*y")
+    walk(installed, grammar, b"xab")
+    installed.call(installed.kind.glue.ROLLBACK, grammar, 3)
+    assert installed.hits_in(grammar) == 1
+    assert torch.equal(installed.row(installed.ours, grammar), installed.row(installed.stock, fresh))
+    before = installed.counts["hits"]
+    walk(installed, grammar, b"xab")
+    assert installed.counts["hits"] - before == 4
+
+
+def test_a_matcher_that_was_reset_begins_anew(installed):
+    grammar, fresh = installed.matcher("z(a|b)*y"), installed.kind.compiled("z(a|b)*y")
+    walk(installed, grammar, b"zab")
+    installed.call(installed.kind.glue.RESET, grammar)
+    assert installed.hits_in(grammar) == 1
+    assert torch.equal(installed.row(installed.ours, grammar), installed.row(installed.stock, fresh))
+
+
+def test_backends_share_nothing(installed):
+    walk(installed, installed.matcher("w(a|b)*"), b"wa")
+    other = installed.matcher("w(a|b)*", backend=SimpleNamespace())
+    assert installed.hits_in(other) == 0
+
+
+@pytest.mark.parametrize("installed", [XGrammar], indirect=True, ids=["xgrammar"])
+def test_a_matcher_that_was_moved_past_us_is_filled_by_stock(installed):
+    grammar, stock = installed.matcher("va?b?c"), installed.kind.compiled("va?b?c")
+    walk(installed, grammar, b"v")
+    assert installed.hits_in(grammar) == 1
+    for one in (grammar, stock):
+        for token in b"va"[0 if one is stock else 1 :]:
+            installed.stock[installed.kind.glue.ACCEPT](one, "request", [token])
+    assert installed.hits_in(grammar) == 0
+    assert torch.equal(installed.row(installed.ours, grammar), installed.row(installed.stock, stock))
