@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_speedups.masks import device
 
-FORMS = (device.AllowedIds, device.DisallowedIds, device.Dense)
+FORMS = (device.AllowedIds, device.DisallowedIds, device.Dense, device.Unpacked)
 
 
 @pytest.mark.parametrize("form", FORMS)

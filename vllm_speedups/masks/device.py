@@ -60,6 +60,24 @@ class Dense:
         self.nbytes = vocab_size
 
 
+class Unpacked:
+    """What is dense for a mask that may not come again: its byte per token lives only while it is applied.
+
+    64 such masks at once would be 10 MB of fresh memory, which costs more than unpacking them.
+    """
+
+    nbytes = 0
+
+    def __init__(self, row: np.ndarray, vocab_size: int):
+        self._row = row
+        self._vocab_size = vocab_size
+
+    @property
+    def allowed(self) -> torch.Tensor:
+        """uint8 [vocab], made anew."""
+        return torch.from_numpy(unpack(self._row, self._vocab_size))
+
+
 class Applier:
     """Applies device masks to CPU logits. Keeps scratch memory of a row's size: one thread at a time."""
 
@@ -72,16 +90,17 @@ class Applier:
         What the masks disallow among the first `vocab_size` logits of those rows becomes minus infinity; every other
         logit keeps its bits, NaN included.
         """
-        groups: dict = {AllowedIds: [], DisallowedIds: [], Dense: []}
+        dense: list = []
+        groups: dict = {AllowedIds: [], DisallowedIds: [], Dense: dense, Unpacked: dense}
         for pair in sorted(placed, key=itemgetter(0)):
-            groups[type(pair[1])].append(pair)
+            groups[pair[1].__class__].append(pair)
         bits = logits.detach().view(_VIEWS[logits.dtype])[:, :vocab_size]
         if groups[AllowedIds]:
             _keep_allowed(bits, _MINUS_INFINITY[logits.dtype], groups[AllowedIds])
         if groups[DisallowedIds]:
             _overwrite_disallowed(bits, _MINUS_INFINITY[logits.dtype], groups[DisallowedIds])
-        if groups[Dense]:
-            self._select(bits, _MINUS_INFINITY[logits.dtype], groups[Dense])
+        if dense:
+            self._select(bits, _MINUS_INFINITY[logits.dtype], dense)
 
     def _select(self, bits: torch.Tensor, infinity: int, placed: list) -> None:
         """`(bits - infinity) * allowed + infinity` in wrapping integers, which leaves the allowed as they are.
@@ -115,15 +134,13 @@ def _keep_allowed(bits: torch.Tensor, infinity: int, placed: list) -> None:
 
 
 def _overwrite_disallowed(bits: torch.Tensor, infinity: int, placed: list) -> None:
-    array = bits.numpy()
-    for first, last, form in _runs(placed):
-        if not form.nbytes:
-            continue
+    rows = list(bits.numpy())
+    for first, last, form in _runs([pair for pair in placed if pair[1].nbytes]):
         if last > first + 1:
             bits[first:last].index_fill_(1, torch.from_numpy(form.ids), infinity)
         else:
             # One row: NumPy's single thread is done before torch has started several.
-            array[first][form.ids] = infinity
+            rows[first][form.ids] = infinity
 
 
 def _runs(pairs: list) -> Iterator[tuple]:
@@ -145,12 +162,12 @@ def build(row: np.ndarray, vocab_size: int, quick: bool = False):
     set_words, unset_words = np.count_nonzero(row), np.count_nonzero(row != -1)
     if set_words <= vocab_size * ALLOWED_SHARE / WORD:
         form = AllowedIds(row, vocab_size)
-    elif unset_words <= (len(row) / 2 if quick else vocab_size * DISALLOWED_SHARE / WORD):
+    elif unset_words <= (len(row) / 4 if quick else vocab_size * DISALLOWED_SHARE / WORD):
         form = DisallowedIds(row, vocab_size)
+    elif quick:
+        form = Unpacked(row, vocab_size)
     else:
         form = Dense(row, vocab_size)
-        if quick:
-            return form
         allowed = int(np.count_nonzero(form.allowed.numpy().view(np.bool_)))
         if allowed <= vocab_size * ALLOWED_SHARE:
             form = AllowedIds(row, vocab_size)

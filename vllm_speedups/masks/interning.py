@@ -49,18 +49,23 @@ class MaskTable:
     def intern(self, rows: np.ndarray) -> list:
         """The mask of every row of a C-contiguous int32 [n, words].
 
-        A fingerprint only names a candidate. Should two rows share one, they take turns in its slot: slower, never wrong.
+        A fingerprint only names a candidate. Rows that share one are told apart by the hash of their bytes, which costs
+        more; should they share that too, they take turns in one slot: slower, never wrong.
         """
         width, found, counters = rows.shape[1], [], self.counters
         for row, number in zip(rows, fingerprints(rows)):
             slot, key = (width, number), row.tobytes()
             mask = self._masks.get(slot)
-            if mask is not None and mask.key == key:
+            if mask is not None and mask.key != key:
+                slot = (width, number, hash(key))
+                mask = self._masks.get(slot)
+                if mask is not None and mask.key != key:
+                    self._forget(slot)
+                    mask = None
+            if mask is not None:
                 self._masks.move_to_end(slot)
                 counters["hits"] += 1
             else:
-                if mask is not None:
-                    self._forget(slot)
                 mask = self._masks[slot] = Mask(key, slot)
                 self.nbytes += mask.nbytes
                 counters["misses"] += 1
