@@ -93,4 +93,26 @@ def test_speculative_decoding_with_rejected_drafts(pair, same_ids):
 )
 def test_preempted_requests(pair, same_ids):
     same_ids([[1, *range(1000 + index, 1012 + index)] for index in range(6)], 60, guide=[{"regex": "[a-z ]+"}, None])
-    assert pair[1].generate(PROMPTS[:1], 1)["preemptions"] > 0
+    assert pair[1].generate(PROMPTS[:1], 1)["vllm"]["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(
+            {"enable_prefix_caching": True, "max_model_len": 2048, "disable_log_stats": False, "block_size": 32},
+            id="prefix caching",
+        )
+    ],
+    indirect=True,
+)
+def test_turns_of_a_conversation_find_the_blocks_that_stock_finds(pair, same_ids):
+    system = [1, *range(3000, 3800)]
+    talks = [[*system, 1000 + number] for number in range(4)]
+    for turn in range(4):
+        answers = same_ids(talks, 40, seed=turn)
+        talks = [[*talk, *answer[0], *range(500 + turn, 530)] for talk, answer in zip(talks, answers)]
+    stock, patched = (engine.generate(PROMPTS[:1], 1) for engine in pair)
+    for name in ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"):
+        assert patched["vllm"][name] == stock["vllm"][name] > 0
+    assert patched["counters"]["block-hashes"]["blocks found"] > 4 * (len(system) // 32)

@@ -85,7 +85,8 @@ class Engine:
 
         `run` may hold `guide` (arguments of StructuredOutputsParams, or a list of them, None among them, to be dealt out
         in turn), `seed` (that of the first request, the others count on from it), `temperature`, `n`, and
-        `abort_at_step`, to abort every third request then. `counters` are the plugin's in that process.
+        `abort_at_step`, to abort every third request then. `counters` are the plugin's in that process, `vllm` those of
+        vLLM, if it was started with `disable_log_stats=False`.
         """
         self.wait_until_ready()
         request = {"prompts": list(prompts), "max_tokens": max_tokens, "seed": 0, **run}

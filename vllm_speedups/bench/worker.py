@@ -86,14 +86,12 @@ def _what_runs() -> dict:
 
 
 def _what_happened(llm) -> dict:
-    """The plugin's counters so far, and how often the engine preempted where it keeps count."""
+    """The plugin's counters so far, and vLLM's own where it keeps them."""
     from vllm_speedups import telemetry
 
     happened = {"counters": telemetry.snapshot()}
     if llm.llm_engine.log_stats:
-        happened["preemptions"] = sum(
-            metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
-        )
+        happened["vllm"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return happened
 
 
