@@ -25,6 +25,9 @@ RESET = f"{MODULE}:XgrammarGrammar.reset"
 FILL = f"{MODULE}:XgrammarGrammar.fill_bitmask"
 
 
+# The probe runs where the first network is built: no request waits for it.
+PROVES_LATER = True
+
 # Characters of serialised form, roughly, past which the printed form is read instead: some 0.3 s to serialise.
 LONG = 4_000_000
 
@@ -66,6 +69,16 @@ def _printed_agrees() -> bool:
         return False
 
 
+def vocabulary_of(info) -> Vocabulary:
+    """The vocabulary of an `xgrammar.TokenizerInfo`."""
+    try:
+        # The array behind `decoded_vocab`, which would make a list of it.
+        tokens = info._handle.decoded_vocab()
+    except AttributeError:
+        tokens = info.decoded_vocab
+    return Vocabulary(tokens, info.serialize_json)
+
+
 class _Words:
     """The vocabulary of one backend, taken when its first network is built."""
 
@@ -76,7 +89,7 @@ class _Words:
     def of(self, compiled) -> Vocabulary:
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(compiled.tokenizer_info.serialize_json())
+                self._vocabulary = vocabulary_of(compiled.tokenizer_info)
             return self._vocabulary
 
 
@@ -94,9 +107,14 @@ def build(context) -> dict:
             words = self.__dict__.get("_speedups_words") or self.__dict__.setdefault("_speedups_words", _Words())
             compiled = grammar.ctx
             key = (serial_of(self), request_type, grammar_spec, frozenset(stop_token_ids or ()))
-            grammar._speedups = Request(
-                grammars, grammars.grammar(key), lambda: (automaton_of(compiled), words.of(compiled))
-            )
+
+            def source() -> tuple:
+                # On the thread that builds networks: until then everything is stock's.
+                if not context.prove():
+                    raise Unsupported("the patch is off")
+                return automaton_of(compiled), words.of(compiled)
+
+            grammar._speedups = Request(grammars, grammars.grammar(key), source)
         except Exception as error:
             context.failed(error)
         return grammar
@@ -157,9 +175,9 @@ def probe(context, replacements) -> None:
 
     info = xgr.TokenizerInfo(_PROBE_WORDS, vocab_type=xgr.VocabType.RAW, stop_token_ids=[len(_PROBE_WORDS) - 1])
     compiler = xgr.GrammarCompiler(info, max_threads=1)
-    vocabulary = Vocabulary(info.serialize_json())
-    if [vocabulary[token] for token in range(len(vocabulary))] != list(info.decoded_vocab):
-        raise Declined("the serialised vocabulary is not the one that xgrammar decodes")
+    vocabulary = vocabulary_of(info)
+    if [vocabulary[token] for token in range(len(vocabulary))] != _PROBE_WORDS or vocabulary.longest != 4:
+        raise Declined("the vocabulary that xgrammar shows is not the one that it was given")
     compiled = [compiler.compile_grammar(text) for text in _PROBE_GRAMMARS]
     compiled.append(
         compiler.compile_json_schema(json.dumps({"type": "array", "items": {"type": ["string", "number"]}}))

@@ -19,8 +19,9 @@ import xgrammar as xgr
 from vllm_speedups.masks import network as network_module
 from vllm_speedups.masks.network import Full, Network
 from vllm_speedups.masks.printed import agrees
-from vllm_speedups.masks.serialized import Unsupported, Vocabulary, parse
+from vllm_speedups.masks.serialized import Unsupported, Vocabulary, longest_token, parse
 from vllm_speedups.masks.trail import Lost, Trail
+from vllm_speedups.patches.xgrammar_states import automaton_of, vocabulary_of
 
 RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -244,10 +245,19 @@ def test_rules_with_attributes_are_not_read_in_printed_form():
         _agree(compiled)
 
 
-def test_the_serialised_vocabulary_is_the_decoded_one():
+def test_the_vocabulary_is_the_decoded_one_and_knows_its_longest_token():
     info = walking.small().info
-    vocabulary = Vocabulary(info.serialize_json())
+    vocabulary = vocabulary_of(info)
     assert [vocabulary[i] for i in range(len(vocabulary))] == info.decoded_vocab
     assert vocabulary.longest == max(map(len, info.decoded_vocab))
     with pytest.raises(Unsupported):
-        Vocabulary("{}")
+        longest_token("{}")
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(100, False), (300, True)])
+def test_only_long_repetitions_ask_for_the_longest_token(limit, asked):
+    info, calls = walking.small().info, []
+    vocabulary = Vocabulary(info.decoded_vocab, lambda: calls.append(1) or info.serialize_json())
+    compiled = walking.small().compile("schema", {"type": "string", "maxLength": limit})
+    assert walking.walk(walking.small(), compiled, Network(automaton_of(compiled), vocabulary))["hits"] > 0
+    assert bool(calls) is asked

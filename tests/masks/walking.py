@@ -15,7 +15,7 @@ import xgrammar as xgr
 from vllm_speedups.masks.network import Network, State
 from vllm_speedups.masks.serialized import Unsupported
 from vllm_speedups.masks.trail import Lost, Trail
-from vllm_speedups.patches.xgrammar_states import automaton_of
+from vllm_speedups.patches.xgrammar_states import automaton_of, vocabulary_of
 
 
 class Tongue:
@@ -128,7 +128,9 @@ def walk(
     stronger check, for small vocabularies. After `seconds` it ends early: xgrammar takes as long for one row of some
     ambiguous grammars.
     """
-    network = network or Network(automaton_of(compiled), tongue.vocabulary, tongue.longest)
+    # As in an engine, or with counts told apart no further than need be, however short the repetitions.
+    horizon = tongue.longest if seed % 2 else None
+    network = network or Network(automaton_of(compiled), vocabulary_of(tongue.info), horizon)
     random_, size, rows, counts = random.Random(seed), tongue.info.vocab_size, {}, Counter()
     specials = np.zeros(size, bool)
     specials[list(tongue.info.special_token_ids) if hasattr(tongue.info, "special_token_ids") else []] = True

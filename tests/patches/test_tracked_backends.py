@@ -60,7 +60,7 @@ class XGrammar:
 class Installed:
     """A patch's replacements around stock's methods, every row kept, and the matchers that they drive."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, proves: bool = True):
         glue, self.kind, self.failures = kind.glue, kind, []
         stock = {
             glue.COMPILE: lambda backend, request_type, regex, stop_token_ids=None: kind.compiled(regex),
@@ -72,7 +72,7 @@ class Installed:
         self.stock, self.backend = stock, SimpleNamespace()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(settings, "_current", settings.Settings(row_cache_mb=4))
-            self.ours = glue.build(Context("", stock, self.failures.append))
+            self.ours = glue.build(Context("", stock, self.failures.append, lambda: proves))
         self.counts = telemetry.counters(kind.name)
 
     def matcher(self, regex: str, backend=None):
@@ -187,6 +187,15 @@ def test_backends_share_nothing(installed):
     walk(installed, installed.matcher("w(a|b)*"), b"wa")
     other = installed.matcher("w(a|b)*", backend=SimpleNamespace())
     assert installed.hits_in(other) == 0
+
+
+def test_no_network_is_built_by_an_xgrammar_patch_whose_probe_fails():
+    patched = Installed(XGrammar, proves=False)
+    grammar = patched.ours[XGrammar.glue.COMPILE](patched.backend, "regex", "u(a|b)*")
+    request = grammar._speedups
+    request.tracker.build(request.grammar, request.source)
+    assert request.grammar.network is None and "off" in request.grammar.reason
+    assert patched.hits_in(grammar) == patched.hits_in(grammar) == 0
 
 
 @pytest.mark.parametrize("installed", [XGrammar], indirect=True, ids=["xgrammar"])

@@ -431,6 +431,29 @@ def test_a_probe_may_call_what_is_being_proven(workshop):
     assert lib.double(1) == 102 and len(seen) == 1
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_glue_that_proves_later_asks_for_its_probe_itself(workshop, said, holds):
+    lib, probes, contexts = workshop.load("lib"), [], []
+
+    def build(context):
+        contexts.append(context)
+        stock = context.stock[workshop.path("lib:double")]
+        return {workshop.path("lib:double"): lambda x: stock(x) + 100 * len(probes)}
+
+    def probe(context, replacements):
+        probes.append(1)
+        if not holds:
+            differs(context, replacements)
+
+    patch = workshop.patch("lib:double", build=build, probe=probe)
+    sys.modules[patch.glue].PROVES_LATER = True
+    workshop.apply(patch)
+    assert lib.double(1) == 2 and not probes
+    assert contexts[0].prove() is holds and contexts[0].prove() is holds and len(probes) == 1
+    assert lib.double(1) == (102 if holds else 2)
+    assert patch.status == ("applied" if holds else "declined")
+
+
 def test_applying_twice_is_harmless(workshop):
     lib = workshop.load("lib")
     patch = workshop.apply(workshop.patch("lib:double"))

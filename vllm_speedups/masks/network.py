@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from .serialized import Automaton, Unsupported
+from .serialized import Automaton, Unsupported, Vocabulary
 from .trail import Lost, numbers
 
 # A count in a frame is exact below BELOW; BELOW + d is base + d with the lower bound out of a token's reach; WITHIN + d
@@ -29,6 +29,10 @@ READ, COMPLETE = -1, -2
 
 # Bounds of one network. Past them it adds nothing more; the owner may begin another over the same automaton.
 MAX_STATES, MAX_STACKS, MAX_CLOSURE, MAX_REMEMBERED = 1 << 16, 1 << 16, 4096, 1 << 16
+
+
+# Repetitions up to this bound are counted out: what that costs is less than finding the longest token.
+FEW = 128
 
 
 class Full(Unsupported):
@@ -87,15 +91,21 @@ class Network:
     change: for each counter of the new state, (index among the old state's counters or -1, what is added).
     """
 
-    def __init__(self, automaton: Automaton, vocabulary: Sequence[bytes], longest: int | None = None):
-        """`vocabulary`: the bytes of each token id. `longest`: the most bytes any of them has.
+    def __init__(self, automaton: Automaton, vocabulary: Vocabulary | Sequence[bytes], horizon: int | None = None):
+        """`vocabulary`: the bytes of each token id. `horizon`: at least the most bytes that any of them has.
+
+        Without a horizon the vocabulary's `longest` is asked for where a repetition is long enough to care: a horizon
+        beyond every bound only means that all counts are told apart.
 
         Raises:
             Unsupported: the grammar is left-recursive at its start.
         """
         self.automaton = automaton
         self.vocabulary = vocabulary
-        self.horizon = max(map(len, vocabulary)) if longest is None else longest
+        if horizon is None:
+            widest = max((upper for _, _, upper, _ in automaton.repeats.values()), default=0)
+            horizon = vocabulary.longest if widest > FEW else widest
+        self.horizon = horizon
         self.walk_s = 0.0  # seconds spent on transitions that were not remembered
         self.closed: str | None = None
         self._size = len(automaton.final)

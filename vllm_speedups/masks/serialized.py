@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Callable
 
 # The versions of the serialised form that this reader was proven against (xgrammar 0.2.8 writes v16).
 VERSIONS = ("v16",)
@@ -69,28 +72,43 @@ def parse(text: str) -> Automaton:
 
 
 class Vocabulary:
-    """The bytes of each token id, from `TokenizerInfo.serialize_json()`. `longest`: the most that any token has.
+    """The bytes of each token id, taken one at a time when they are first met.
 
-    xgrammar would convert its vocabulary to Python one token at a time, a third of a second for 131,072 of them, and
-    seconds beside a busy thread. The text is made outside the interpreter lock and parsed in one go, and a token
-    becomes bytes when it is first met: in the text, each character stands for one byte.
+    xgrammar's own array of decoded tokens converts a token to Python in 4 us, all 131,072 of them in a quarter of a second,
+    and in seconds beside a busy thread. `longest`, the most bytes that any token has, is read from
+    `TokenizerInfo.serialize_json()` when somebody asks: as long, but outside the interpreter lock.
     """
 
-    def __init__(self, text: str):
-        """Raises Unsupported if the text is not of the known form."""
-        _require_version(text)
-        try:
-            name = '"decoded_vocab":'
-            self._tokens, _ = _DECODER.raw_decode(text, text.index(name) + len(name))
-            self.longest = max(map(len, self._tokens), default=0)
-        except (ValueError, TypeError) as error:
-            raise Unsupported(f"the serialised vocabulary reads otherwise than expected ({error})") from None
+    def __init__(self, tokens: Sequence[bytes], serialize: Callable[[], str]):
+        self._tokens = tokens
+        self._serialize = serialize
+        self._lock = threading.Lock()
+        self._longest: int | None = None
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, token: int) -> bytes:
-        return self._tokens[token].encode("latin-1")
+        return self._tokens[token]
+
+    @property
+    def longest(self) -> int:
+        """Raises Unsupported if the serialised vocabulary is not of the known form."""
+        with self._lock:
+            if self._longest is None:
+                self._longest = longest_token(self._serialize())
+            return self._longest
+
+
+def longest_token(text: str) -> int:
+    """The most bytes of any token in `TokenizerInfo.serialize_json()`, where each character stands for one byte."""
+    _require_version(text)
+    try:
+        name = '"decoded_vocab":'
+        tokens, _ = _DECODER.raw_decode(text, text.index(name) + len(name))
+        return max(map(len, tokens), default=0)
+    except (ValueError, TypeError) as error:
+        raise Unsupported(f"the serialised vocabulary reads otherwise than expected ({error})") from None
 
 
 def _require_version(text: str) -> None:

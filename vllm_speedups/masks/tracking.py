@@ -134,7 +134,7 @@ class Tracker:
         """Build the network now, on this thread. Never raises."""
         try:
             automaton, vocabulary = source()
-            grammar.network = Network(automaton, vocabulary, vocabulary.longest)
+            grammar.network = Network(automaton, vocabulary)
             self.counters["networks built"] += 1
             self.account(grammar)
         except Unsupported as error:

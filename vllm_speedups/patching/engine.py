@@ -33,11 +33,15 @@ NOT_MEANT = "not meant"
 
 @dataclass
 class Context:
-    """What the glue of a patch gets: the form that matched, the originals, and where to report its own failures."""
+    """What the glue of a patch gets: the form that matched, the originals, and where to report its own failures.
+
+    `prove()` runs the patch's probe, once, and says whether the patch is live; for glue with `PROVES_LATER`.
+    """
 
     form: str
     stock: Mapping[str, object]
     failed: Callable[[BaseException], None]
+    prove: Callable[[], bool] = lambda: True
 
 
 @dataclass
@@ -45,7 +49,8 @@ class Patch:
     """One patch in one process, from its contract to its state.
 
     `glue` names the module with `build(context) -> {target path: replacement}` and
-    `probe(context, replacements) -> None`, which raises Declined where a replacement differs from stock.
+    `probe(context, replacements) -> None`, which raises Declined where a replacement differs from stock. Where it sets
+    `PROVES_LATER`, its replacements leave everything to stock until the glue has asked `context.prove()` and was told yes.
     """
 
     contract: Contract
@@ -59,6 +64,7 @@ class Patch:
     gates: dict = field(default_factory=dict)
     failures: int = 0
     _awaited: set = field(default_factory=set)
+    _later: bool = False
     _proving: bool = False
     _proven: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -100,7 +106,8 @@ class Patch:
             }
             self.stock = {**premises, **targets}
             glue = importlib.import_module(self.glue)
-            context = Context(self.form.name, self.stock, self.failed)
+            context = Context(self.form.name, self.stock, self.failed, self.prove)
+            self._later = getattr(glue, "PROVES_LATER", False)
             self.replacements = glue.build(context)
             if set(self.replacements) != set(targets):
                 raise Declined(f"{self.glue} replaces {sorted(self.replacements)}, its contract says {sorted(targets)}")
@@ -182,7 +189,7 @@ class Patch:
 
         @functools.wraps(stock)
         def gate(*args, **kwargs):
-            if self._proven:
+            if self._proven or self._later:
                 return replacement(*args, **kwargs) if self.live else stock(*args, **kwargs)
             return replacement(*args, **kwargs) if self.prove() else stock(*args, **kwargs)
 
