@@ -25,10 +25,10 @@ def build(context) -> dict:
 
     def apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits):
         nonlocal warned
-        if not applier.supports(logits):
+        rows = grammar_output.grammar_bitmask
+        if not applier.supports(logits) or rows.dtype != np.int32:
             counts["stock"] += 1
             return stock(scheduler_output, grammar_output, input_batch, logits)
-        rows = grammar_output.grammar_bitmask
         if not warned and rows.shape[1] * WORD < logits.shape[1]:
             # xgrammar tells the user, once, that some logits are past the bitmask: let it.
             warned = True

@@ -70,7 +70,10 @@ def build(context) -> dict:
         stock_fill(self, bitmask, idx)
         counts["misses"] += 1
         try:
-            rows.put(state, bitmask.numpy()[idx])
+            row = bitmask.numpy()[idx]
+            if row.any():
+                # A state that allows nothing stays unknown: stock's `advance` raises there.
+                rows.put(state, row)
         except Exception as error:
             context.failed(error)
         return None

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from vllm_speedups.masks import interning
 from vllm_speedups.masks.interning import MaskTable
 
-LARGE = 2**30
+LARGE, ENTRY = 2**30, interning._ENTRY_BYTES
 
 
 def account(table: MaskTable) -> int:
     """The bytes that a table holds, counted anew."""
     masks = table._masks.values()
-    assert all(mask.nbytes == mask.row.nbytes + sum(form.nbytes for form in mask.forms.values()) for mask in masks)
+    for mask in masks:
+        assert mask.nbytes == ENTRY + mask.row.nbytes + sum(form.nbytes for form in mask.forms.values())
     return sum(mask.nbytes for mask in masks)
 
 
@@ -58,7 +59,7 @@ def test_rows_of_other_widths_are_other_masks():
 
 
 @pytest.mark.parametrize("hashes", [hash, lambda key: 5], ids=["hashed", "hash shared too"])
-@pytest.mark.parametrize("budget", [LARGE, 200, 0])
+@pytest.mark.parametrize("budget", [LARGE, 200 + ENTRY, 0])
 @given(batches=batches)
 @settings(deadline=None)
 def test_rows_that_share_a_fingerprint_are_still_told_apart(budget, hashes, batches):
@@ -78,7 +79,7 @@ def test_rows_that_share_a_fingerprint_are_still_told_apart(budget, hashes, batc
             assert table.nbytes == account(table) <= max(budget, 0)
 
 
-@pytest.mark.parametrize("budget", [0, 1, 12, 30, 500, 5_000])
+@pytest.mark.parametrize("budget", [0, 1, ENTRY + 12, ENTRY + 30, 500 + 3 * ENTRY, 5_000])
 @given(batches=batches, random=plain.randoms)
 @settings(deadline=None, max_examples=50)
 def test_the_budget_holds_after_every_batch_and_the_account_is_exact(budget, batches, random):
@@ -104,7 +105,7 @@ def test_rows_that_the_fingerprint_cannot_tell_apart_are_all_kept():
 
 
 def test_the_least_recently_used_is_forgotten_first():
-    table = MaskTable(budget=3 * 12)
+    table = MaskTable(budget=3 * (12 + ENTRY))
     a, b, c = table.intern(rows_of([1, 2, 3]))
     table.intern(rows_of([1]))
     table.intern(rows_of([4]))
@@ -126,7 +127,7 @@ def test_a_form_is_kept_from_the_second_use_on_and_one_a_vocabulary():
     table = MaskTable(LARGE)
     (mask,) = table.intern(rows_of([1]))
     table.form(mask, 96)
-    assert mask.forms == {} and table.nbytes == mask.row.nbytes
+    assert mask.forms == {} and table.nbytes == ENTRY + mask.row.nbytes
     table.intern(rows_of([1]))
     form = table.form(mask, 96)
     assert table.form(mask, 96) is form and table.form(mask, 90) is not form

@@ -9,10 +9,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_speedups.masks.rows import _ENTRY_BYTES, RowCache
+from vllm_speedups.masks.rows import _ENTRY_BYTES, RowCache, key_bytes
 
 WORDS = 8
 ENTRY = WORDS * 4 + _ENTRY_BYTES
+KEY = key_bytes("a")
 
 
 def row_of(grammar: int, state: int, words: int = WORDS) -> np.ndarray:
@@ -22,7 +23,7 @@ def row_of(grammar: int, state: int, words: int = WORDS) -> np.ndarray:
 def account(cache: RowCache) -> int:
     for key, grammar in cache._held.items():
         assert grammar.key == key
-        assert grammar.nbytes == sum(row.nbytes + _ENTRY_BYTES for row in grammar.rows.values())
+        assert grammar.nbytes == key_bytes(key) + sum(row.nbytes + _ENTRY_BYTES for row in grammar.rows.values())
     return sum(grammar.nbytes for grammar in cache._held.values())
 
 
@@ -63,11 +64,11 @@ def test_a_row_is_copied_when_it_is_put_and_the_first_one_stays():
     grammar.put(1, row)
     row[:] = 9
     grammar.put(1, row)
-    assert grammar.rows[1].tolist() == row_of(0, 1).tolist() and grammar.nbytes == ENTRY
+    assert grammar.rows[1].tolist() == row_of(0, 1).tolist() and grammar.nbytes == KEY + ENTRY
 
 
 def test_whole_grammars_are_forgotten_least_recently_used_first():
-    cache = RowCache(4 * ENTRY)
+    cache = RowCache(4 * ENTRY + 3 * KEY)
     a, b, c = (cache.grammar(key) for key in "abc")
     for state in range(2):
         a.put(state, row_of(0, state))
@@ -77,11 +78,11 @@ def test_whole_grammars_are_forgotten_least_recently_used_first():
     assert (len(a.rows), len(b.rows), len(c.rows)) == (2, 1, 1)
     c.put(1, row_of(2, 1))
     assert (len(a.rows), len(b.rows), len(c.rows)) == (2, 0, 2)
-    assert cache.counters["grammars forgotten"] == 1 and cache.nbytes == 4 * ENTRY
+    assert cache.counters["grammars forgotten"] == 1 and cache.nbytes == 4 * ENTRY + 2 * KEY
 
 
 def test_whoever_holds_a_forgotten_grammar_keeps_working():
-    cache = RowCache(2 * ENTRY)
+    cache = RowCache(2 * ENTRY + KEY)
     a, b = cache.grammar("a"), cache.grammar("b")
     a.put(0, row_of(0, 0))
     seen = a.rows
@@ -89,24 +90,33 @@ def test_whoever_holds_a_forgotten_grammar_keeps_working():
     b.put(1, row_of(1, 1))
     assert a.rows == {} and seen[0].tolist() == row_of(0, 0).tolist()
     a.put(5, row_of(0, 5))
-    assert set(a.rows) == {5} and cache.grammar("a") is a and b.rows == {} and cache.nbytes == account(cache) == ENTRY
+    assert set(a.rows) == {5} and cache.grammar("a") is a and b.rows == {} and cache.nbytes == account(cache) == ENTRY + KEY
 
 
 def test_a_grammar_larger_than_the_budget_forgets_itself_and_goes_on():
-    cache = RowCache(3 * ENTRY)
+    cache = RowCache(3 * ENTRY + KEY)
     grammar = cache.grammar("a")
     for state in range(50):
         grammar.put(state, row_of(0, state))
-        assert cache.nbytes == account(cache) <= 3 * ENTRY
+        assert cache.nbytes == account(cache) <= 3 * ENTRY + KEY
     assert 0 < cache.counters["grammars forgotten"] < 50
 
 
 def test_a_budget_of_nothing_keeps_nothing():
-    for budget in (0, 1, ENTRY - 1):
+    for budget in (0, 1, ENTRY + KEY - 1):
         cache = RowCache(budget)
         grammar = cache.grammar("a")
         grammar.put(0, row_of(0, 0))
         assert grammar.rows == {} and cache.nbytes == 0 and len(cache) == 0
+
+
+def test_the_text_of_a_grammar_counts():
+    cache = RowCache(100_000)
+    for number in range(50):
+        cache.grammar((1, "json", f"{number:10000}")).put(0, row_of(0, 0))
+    assert len(cache) == 9 and cache.nbytes == account(cache)
+    cache.grammar((1, "json", " " * 200_000)).put(0, row_of(0, 0))
+    assert len(cache) == 9
 
 
 def test_grammars_without_rows_do_not_pile_up():
@@ -118,7 +128,7 @@ def test_grammars_without_rows_do_not_pile_up():
 
 
 def test_threads_never_read_a_wrong_row_and_the_account_stays_exact():
-    cache, wrong = RowCache(6 * ENTRY), []
+    cache, wrong = RowCache(6 * ENTRY + 2 * KEY), []
 
     def work(seed):
         random = np.random.default_rng(seed)
@@ -135,4 +145,4 @@ def test_threads_never_read_a_wrong_row_and_the_account_stays_exact():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and cache.nbytes == account(cache) <= 6 * ENTRY
+    assert not wrong and cache.nbytes == account(cache) <= 6 * ENTRY + 2 * KEY

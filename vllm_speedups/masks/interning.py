@@ -13,6 +13,9 @@ from .packed import fingerprints
 
 _mask_ids = itertools.count()
 
+# What a mask's objects and its entry cost beside row and forms, roughly.
+_ENTRY_BYTES = 600
+
 
 class Mask:
     """One distinct mask: its id, unique in the process, its row, its uses, and the device masks built from it so far."""
@@ -25,7 +28,7 @@ class Mask:
         self.row = np.frombuffer(key, dtype=np.int32)
         self.fingerprint = fingerprint
         self.forms: dict = {}
-        self.nbytes = len(key)
+        self.nbytes = len(key) + _ENTRY_BYTES
         self.uses = 0
 
 

@@ -32,7 +32,10 @@ def ids_of(row: np.ndarray, words: np.ndarray, vocab_size: int) -> np.ndarray:
     bits = np.unpackbits(row[words].view(np.uint8), bitorder="little").view(np.bool_)
     found = np.flatnonzero(bits)
     ids = words[found >> 5] * WORD + (found & (WORD - 1))
-    return ids if not len(ids) or ids[-1] < vocab_size else ids[: np.searchsorted(ids, vocab_size)]
+    if len(ids) and ids[-1] >= vocab_size:
+        # A copy: a slice would keep all of it alive.
+        ids = ids[: np.searchsorted(ids, vocab_size)].copy()
+    return ids
 
 
 def allowed_ids(row: np.ndarray, vocab_size: int) -> np.ndarray:

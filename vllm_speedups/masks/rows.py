@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -11,6 +12,11 @@ import numpy as np
 
 # What a dictionary entry, its key and an array's header cost beside the row, roughly.
 _ENTRY_BYTES = 250
+
+
+def key_bytes(key: Hashable) -> int:
+    """What a key holds: the text that a grammar was compiled from is a client's to choose."""
+    return sum(map(sys.getsizeof, key)) if isinstance(key, tuple) else sys.getsizeof(key)
 
 
 class GrammarRows:
@@ -60,7 +66,11 @@ class RowCache:
     def _put(self, grammar: GrammarRows, state: Hashable, row: np.ndarray) -> None:
         size = row.nbytes + _ENTRY_BYTES
         with self._lock:
-            if size > self.budget or state in grammar.rows:
+            if state in grammar.rows:
+                return
+            if grammar.key not in self._held:
+                size += key_bytes(grammar.key)
+            if size > self.budget:
                 return
             grammar.rows[state] = row
             grammar.nbytes += size

@@ -18,7 +18,7 @@ import numpy as np
 
 from .history import History
 from .network import Full, Network, State
-from .rows import GrammarRows, RowCache
+from .rows import GrammarRows, RowCache, key_bytes
 from .serialized import Unsupported
 from .trail import Lost, Trail
 from .worth import Worth
@@ -32,6 +32,8 @@ EXPENSIVE = 1e-4
 # Tokens that a request may have behind it when a network appears, and how many of them it walks at each row: where all
 # states are new that is some milliseconds.
 CATCH_UP, STRIDE = 512, 8
+# What an entry without network and trie costs beside its key, roughly.
+_ENTRY_BYTES = 2000
 # Misses between two looks at what networks and tries hold.
 ACCOUNT_EVERY = 64
 
@@ -80,12 +82,13 @@ class Grammar:
         self.fill_s = 0.0
         self.dear = False  # whether a fill was ever expensive
         self.misses = 0
-        self.counted = 0  # bytes in the account
+        self.counted = self.nbytes  # bytes in the account
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by network and trie, roughly; rows are counted where they are kept."""
-        return (self.network.nbytes if self.network else 0) + (self.history.nbytes if self.history else 0)
+        """Bytes held by key, network and trie, roughly; rows are counted where they are kept."""
+        held = _ENTRY_BYTES + key_bytes(self.key)
+        return held + (self.network.nbytes if self.network else 0) + (self.history.nbytes if self.history else 0)
 
 
 class Tracker:
@@ -111,9 +114,8 @@ class Tracker:
             grammar = self._grammars.get(key)
             if grammar is None:
                 grammar = self._grammars[key] = Grammar(key, self.rows.grammar(key))
-                # An entry without a network is some 2 KB, yet there may be any number of them.
-                while len(self._grammars) > 4096:
-                    self._forget(next(iter(self._grammars)))
+                self.nbytes += grammar.counted
+                self._trim()
             else:
                 self._grammars.move_to_end(key)
             return grammar
@@ -172,8 +174,11 @@ class Tracker:
             self.nbytes += size - grammar.counted
             grammar.counted = size
             self._grammars.move_to_end(grammar.key)
-            while self.nbytes > self.budget and self._grammars:
-                self._forget(next(iter(self._grammars)))
+            self._trim()
+
+    def _trim(self) -> None:
+        while self.nbytes > self.budget and self._grammars:
+            self._forget(next(iter(self._grammars)))
 
     def _forget(self, key: Hashable) -> None:
         # Requests that hold the grammar walk on in what they have; a new one begins from nothing.
