@@ -65,8 +65,9 @@ def fill_through(stock_fill, counts: dict, failed, in_step, broken):
                     return None
         except Exception as error:
             del self._speedups
+            stock_fill(self, bitmask, idx)
             failed(error)
-            return stock_fill(self, bitmask, idx)
+            return None
         start = clock()
         stock_fill(self, bitmask, idx)
         seconds = clock() - start

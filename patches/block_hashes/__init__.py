@@ -76,6 +76,7 @@ def _extender(context, hasher: PrefixHasher, stock_hasher):
 
     def extend(request, start, num_tokens):
         nonlocal failures
+        failure = None
         if failures >= _PATIENCE:
             return stock_hasher(request)
         try:
@@ -96,9 +97,13 @@ def _extender(context, hasher: PrefixHasher, stock_hasher):
                 return hasher.extend(tokens, start, runs, parent)
             counts["requests left to stock"] += 1
         except Exception as error:
+            failure = error
+        digests = stock_hasher(request)
+        if failure is not None:
+            # Counted only where stock did not raise too.
             failures += 1
-            context.failed(error)
-        return stock_hasher(request)
+            context.failed(failure)
+        return digests
 
     return extend
 
@@ -123,7 +128,7 @@ def _runs_with_media(request, start: int, blocks: int, block_size: int, extra_ke
     features = request.mm_features
     last = features[-1].mm_position
     # Some releases still give an item's keys to a block that begins right behind it: hence "not past", not "before".
-    media_end = last.offset + last.length
+    media_end = int(last.offset) + int(last.length)
     if start > media_end:
         return _runs(request, start, blocks, block_size, extra_keys)
     if start:
@@ -137,7 +142,7 @@ def _runs_with_media(request, start: int, blocks: int, block_size: int, extra_ke
         if begin > media_end or item >= len(features):
             alike = blocks - block
         elif block:
-            alike = min(max(1, features[item].mm_position.offset // block_size - block), blocks - block)
+            alike = min(max(1, int(features[item].mm_position.offset) // block_size - block), blocks - block)
         keys, item = extra_keys(request, begin, begin + block_size, item)
         runs.append((alike, keys))
         block += alike

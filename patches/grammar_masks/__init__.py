@@ -41,8 +41,9 @@ def build(context) -> dict:
                 rows = rows[places]
             applier.apply(logits, np.ascontiguousarray(rows), indices)
         except Exception as error:
-            context.failed(error)
+            # Counted only where stock does not raise too.
             stock(scheduler_output, grammar_output, input_batch, logits)
+            context.failed(error)
         return None
 
     return {TARGET: apply_grammar_bitmask}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import cbor2
 import xxhash
@@ -35,9 +35,7 @@ def chain(name: str, block_size: int, tokens: list, start: int, runs, parent: by
 
 
 def in_two_threads(work) -> None:
-    """Run `work(0)` and `work(1)` at the same time."""
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Run `work(0)` and `work(1)` at the same time, and raise what either raised."""
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(work, seed) for seed in range(2)]:
+            done.result()

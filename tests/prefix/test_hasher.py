@@ -130,6 +130,16 @@ def test_odd_tokens_before_a_run_do_not_shift_what_it_is_compared_with(eager):
     assert hasher.extend(tokens, 8, runs, parent) == reference.chain("sha256", 8, tokens, 8, runs, parent)
 
 
+@pytest.mark.parametrize("length", [10, 199, 1000, 5000])
+def test_extra_keys_of_any_length(length, eager):
+    tokens, keys = list(range(160)), ("x" * length,)
+    hasher, runs = make("sha256", 8), [(20, keys)]
+    for _ in range(2):
+        expected = reference.chain("sha256", 8, tokens, 0, runs, bytes(32))
+        assert hasher.extend(tokens, 0, runs, bytes(32)) == expected
+    assert hasher.counts["blocks found"] == 20
+
+
 def test_two_threads_sharing_one_memo_agree_with_the_reference(eager):
     memo, wrong = PrefixMemo(40_000), []
     parent = bytes(32)

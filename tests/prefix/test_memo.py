@@ -163,3 +163,32 @@ def test_two_threads_find_only_what_is_true():
     in_two_threads(work)
     assert not wrong
     check(memo)
+
+
+def test_the_tree_is_never_touched_without_the_lock():
+    memo = PrefixMemo(3000)
+
+    class Used(type(memo._used)):
+        def __setitem__(self, *entry):
+            assert memo._lock.locked()
+            super().__setitem__(*entry)
+
+        def move_to_end(self, *arguments, **more):
+            assert memo._lock.locked()
+            super().move_to_end(*arguments, **more)
+
+        def popitem(self, *arguments, **more):
+            assert memo._lock.locked()
+            return super().popitem(*arguments, **more)
+
+    class Trees(dict):
+        def get(self, *arguments):
+            assert memo._lock.locked()
+            return super().get(*arguments)
+
+    memo._used, memo._trees = Used(), Trees()
+    for number in range(40):
+        tokens = [1] * number + [number] * 20
+        memo.remember(KEY, pack(tokens), FIRST, BLOCK, digests_of(KEY, tokens))
+        found = lookup(memo, KEY, tokens)
+        assert found and found == digests_of(KEY, tokens)[: len(found)]

@@ -6,6 +6,7 @@ import inspect
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -233,3 +234,27 @@ def test_our_own_errors_end_at_stocks_answer(release, monkeypatch):
         for _ in range(5):
             assert ours(request) == release.factory(16, function)(request)
     assert [type(error) for error in errors] == [ZeroDivisionError] * 3
+
+
+def test_what_stock_refuses_too_is_no_failure_of_ours(release):
+    function = release.hashes["sha256_cbor"]
+    release.module.init_none_hash(function)
+    # `release.patch` would raise what the patch counts as its own failure.
+    with release.patch() as factory:
+        for hasher in (release.factory(16, function), factory(16, function)):
+            with pytest.raises(UnicodeEncodeError):
+                hasher(Session(release.constant_list, range(640), salt="\ud800"))
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint32, np.uint16])
+def test_media_offsets_of_any_integer_type(release, kind):
+    function = release.hashes["sha256"]
+    release.module.init_none_hash(function)
+    places = [("a", kind(20), kind(40)), ("b", kind(600), kind(30)), ("c", kind(900), kind(500))]
+    with release.patch() as factory:
+        ours, stock, seen = factory(16, function), release.factory(16, function), []
+        for features in (places, places[:2], [*places[:2], ("d", kind(900), kind(500))]):
+            request = Session(release.constant_list, range(2000), features=features)
+            assert ours(request) == stock(request)
+            seen.append(stock(request)[-1])
+        assert len(set(seen)) == 3

@@ -41,20 +41,35 @@ class PrefixHasher:
         them has), in order. `parent` is the digest of the block before `start`, or what stands in for one.
         """
         digests: list = []
-        data, skipped = None, -1
+        data, skipped, checked = None, -1, FIRST
+        hash_value, size, single = self.algorithm.hash, self.block_size, 0
         for blocks, extra_keys in runs:
+            if blocks == 1:
+                # Inside of media every block has keys of its own: as few steps as stock takes.
+                parent = hash_value((parent, tuple(tokens[start : start + size]), extra_keys))
+                digests.append(parent)
+                start += size
+                single += 1
+                continue
             shape = self._shape(blocks, extra_keys)
             if shape is not None and skipped < 0:
                 # Copying costs a fifth of packing, so a short beginning is packed although nobody looks at it.
                 skipped = start if 4 * start > len(tokens) else 0
                 data = pack(tokens[skipped:] if skipped else tokens)
-            if shape is None or data is None:
+            new = None
+            if shape is not None and data is not None:
+                # Records can be trusted only where all before them are intact too; each is looked at once.
+                begin = FIRST + BYTES * (start - skipped)
+                if intact(data, checked, begin):
+                    new, checked = self._together(tokens, start, blocks, extra_keys, parent, shape, data, begin)
+                else:
+                    data = None
+            if new is None:
                 new = self.singly(tokens, start, blocks, extra_keys, parent)
-            else:
-                new = self._together(tokens, start, blocks, extra_keys, parent, shape, data, skipped)
             digests += new
             parent = new[-1]
-            start += blocks * self.block_size
+            start += blocks * size
+        self.counts["blocks hashed"] += single
         return digests
 
     def _shape(self, blocks: int, extra_keys: Any) -> Layout | None:
@@ -62,36 +77,35 @@ class PrefixHasher:
             return None
         return self._plain if extra_keys is None else layout(self.algorithm, self.block_size, extra_keys)
 
-    def _together(self, tokens, start, blocks, extra_keys, parent, shape, data, skipped) -> list:
-        """A run of blocks with equal extra keys: looked up as far as remembered, then hashed and remembered."""
+    def _together(self, tokens, start, blocks, extra_keys, parent, shape, data, begin) -> tuple:
+        """A run of blocks with equal extra keys: looked up as far as remembered, then hashed and remembered.
+
+        Its records begin at byte `begin`, and all before are intact. (digests, the byte up to which records are intact)
+        """
         width = BYTES * self.block_size
-        begin = FIRST + BYTES * (start - skipped)
         end = begin + blocks * width
-        if not intact(data, FIRST, begin):
-            return self.singly(tokens, start, blocks, extra_keys, parent)
         key = (self.algorithm.name, self.block_size, parent, shape.tail)
         digests = [] if self.memo is None else self.memo.find(key, data, begin, self.block_size, blocks)
         found = len(digests)
+        self.counts["blocks found"] += found
         if found == blocks:
-            self.counts["blocks found"] += found
-            return digests
+            return digests, end
         parent = digests[-1] if digests else parent
         fresh = begin + found * width
         sound = intact(data, fresh, end)
         rest = None
-        if sound and blocks - found >= self._bulk:
+        if sound and shape.bulk and blocks - found >= self._bulk:
             rest = self._in_bulk(shape, data, fresh, blocks - found, parent)
         if rest is None:
             rest = self.singly(tokens, start + found * self.block_size, blocks - found, extra_keys, parent)
         else:
             self.counts["blocks hashed"] += len(rest)
         digests += rest
-        self.counts["blocks found"] += found
         if sound and self.memo is not None:
             forgotten = self.memo.remember(key, data, begin, self.block_size, digests)
             if forgotten:
                 self.counts["prefixes forgotten"] += forgotten
-        return digests
+        return digests, end if sound else fresh
 
     def _in_bulk(self, shape: Layout, data: bytes, begin: int, blocks: int, parent: bytes) -> list | None:
         """Hash blocks whose bodies are laid out all at once. None where they cannot be."""

@@ -13,6 +13,8 @@ from .records import BYTES, values
 _LARGEST_MESSAGE = 60_000
 _PICKLE_OPCODES = np.frombuffer(b"KMJ", np.uint8)  # BININT1, BININT2, BININT
 _CBOR_HEADS = np.array([0, 24, 25, 26], np.uint8)  # none, and one, two or four bytes follow
+# The tail is written an octet at a time, for all blocks: past this many, block by block is faster.
+_LONGEST_TAIL = 200
 # How far outside its row a token may write zeros.
 _MARGIN = 4
 
@@ -25,12 +27,13 @@ class Layout:
     more than equal extra keys mean: pickle writes an object that occurs twice differently from two equal objects.
     """
 
-    __slots__ = ("_cbor", "_digest_size", "block_size", "heads", "opening", "tail")
+    __slots__ = ("_cbor", "_digest_size", "block_size", "bulk", "heads", "opening", "tail")
 
     def __init__(self, algorithm: Algorithm, block_size: int, opening: bytes, tail: bytes):
         self.block_size = block_size
         self.opening = opening
         self.tail = tail
+        self.bulk = len(tail) <= _LONGEST_TAIL  # whether `bodies` is worthwhile
         self._cbor = algorithm.canonical_cbor
         self._digest_size = algorithm.digest_size
         # By the size of the body; filled when bodies are first laid out.
