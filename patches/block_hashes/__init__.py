@@ -131,22 +131,29 @@ def _runs_with_media(request, start: int, blocks: int, block_size: int, extra_ke
     media_end = int(last.offset) + int(last.length)
     if start > media_end:
         return _runs(request, start, blocks, block_size, extra_keys)
-    if start:
-        return None
-    runs = []
-    block = item = 0
+    return None if start else _runs_from_the_start(request, blocks, block_size, extra_keys, media_end)
+
+
+def _runs_from_the_start(request, blocks: int, block_size: int, extra_keys, media_end: int):
+    """Yields (blocks, extra keys) of a request with media that end at token `media_end`."""
+    features = request.mm_features
+    block = item = first = 0
+    seen = None
     while block < blocks:
         begin = block * block_size
+        if item != seen:
+            # The block in which item `item` begins: up to there blocks are alike.
+            seen = item
+            first = int(features[item].mm_position.offset) // block_size if item < len(features) else blocks
         alike = 1
-        # The first block stands alone, for the salt. Behind it blocks are alike up to the one that item `item` is in.
-        if begin > media_end or item >= len(features):
+        if begin > media_end:
             alike = blocks - block
-        elif block:
-            alike = min(max(1, int(features[item].mm_position.offset) // block_size - block), blocks - block)
+        elif first > block > 0:
+            # The first block stands alone, for the salt.
+            alike = min(first, blocks) - block
         keys, item = extra_keys(request, begin, begin + block_size, item)
-        runs.append((alike, keys))
+        yield alike, keys
         block += alike
-    return runs
 
 
 def probe(context, replacements) -> None:
