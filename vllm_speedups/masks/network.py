@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from .pace import Later, Pace
 from .serialized import Automaton, Unsupported, Vocabulary
 from .trail import Lost, numbers
 
@@ -91,17 +92,24 @@ class Network:
     change: for each counter of the new state, (index among the old state's counters or -1, what is added).
     """
 
-    def __init__(self, automaton: Automaton, vocabulary: Vocabulary | Sequence[bytes], horizon: int | None = None):
+    def __init__(
+        self,
+        automaton: Automaton,
+        vocabulary: Vocabulary | Sequence[bytes],
+        horizon: int | None = None,
+        pace: Pace | None = None,
+    ):
         """`vocabulary`: the bytes of each token id. `horizon`: at least the most bytes that any of them has.
 
         Without a horizon the vocabulary's `longest` is asked for where a repetition is long enough to care: a horizon
-        beyond every bound only means that all counts are told apart.
+        beyond every bound only means that all counts are told apart. `pace`: when new transitions may be made.
 
         Raises:
             Unsupported: the grammar is left-recursive at its start.
         """
         self.automaton = automaton
         self.vocabulary = vocabulary
+        self.pace = pace
         if horizon is None:
             widest = max((upper for _, _, upper, _ in automaton.repeats.values()), default=0)
             horizon = vocabulary.longest if widest > FEW else widest
@@ -138,6 +146,7 @@ class Network:
         Raises:
             Lost: no item reads that token, so xgrammar and this network disagree.
             Unsupported: the walk met left recursion; `Full`: it met the bounds of the network.
+            Later: a transition would have to be made, and there is no time for it now.
         """
         state, bases = (place, ()) if place.__class__ is State else place
         there = state.next.get(token)
@@ -159,10 +168,13 @@ class Network:
         start = time.perf_counter()
         if not 0 <= token < len(self.vocabulary):
             raise Lost(f"token {token} is not in the vocabulary")
-        here, plan = state, tuple((index, 0) for index in range(len(state.counters)))
+        here, plan, made = state, tuple((index, 0) for index in range(len(state.counters))), False
         for byte_class in self.vocabulary[token].translate(self.automaton.classes):
             step = here.steps.get(byte_class, state)
             if step is state:
+                if not made and self.pace and not self.pace.allows(start):
+                    raise Later
+                made = True
                 step = self._step(here, byte_class)
             if step is None:
                 raise Lost(f"no rule reads token {token}")
@@ -178,7 +190,10 @@ class Network:
         if self._remembered < MAX_REMEMBERED:
             self._remembered += 1
             state.next[token] = there
-        self.walk_s += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.walk_s += seconds
+        if made and self.pace:
+            self.pace.spend(seconds)
         return there
 
     def _step(self, state: State, byte_class: int):

@@ -18,6 +18,7 @@ import numpy as np
 
 from .history import History
 from .network import Full, Network, State
+from .pace import Later, Pace
 from .rows import GrammarRows, RowCache, key_bytes
 from .serialized import Unsupported
 from .trail import Lost, Trail
@@ -25,13 +26,14 @@ from .worth import Worth
 
 logger = logging.getLogger("vllm.speedups")
 
-# Seconds of filling by stock after which a network is built: grammars used once or twice cost nothing more.
-BUILD_AFTER = 0.005
+# Seconds of filling by stock after which a network is built: grammars used once or twice cost nothing more. And seconds
+# that a fill has to take on average: walking and copying take some 5 us.
+BUILD_AFTER, CHEAP = 0.005, 1e-5
 # Seconds from which on a row is kept under the exact tokens.
 EXPENSIVE = 1e-4
 # Tokens that a request may have behind it when a network appears, and how many of them it walks at each row: where all
-# states are new that is some milliseconds.
-CATCH_UP, STRIDE = 512, 8
+# states are new that is some milliseconds. And rows between two tries of a request that was told to come later.
+CATCH_UP, STRIDE, WAIT = 512, 8, 8
 # What an entry without network and trie costs beside its key, roughly.
 _ENTRY_BYTES = 2000
 # Misses between two looks at what networks and tries hold.
@@ -63,6 +65,7 @@ class Grammar:
         "counted",
         "dear",
         "fill_s",
+        "fills",
         "history",
         "key",
         "misses",
@@ -79,7 +82,8 @@ class Grammar:
         self.history: History | None = None
         self.worth = Worth()
         self.reason = ""  # why it has no network, and will not get one
-        self.fill_s = 0.0
+        self.fill_s = 0.0  # seconds that stock filled before the network was asked for
+        self.fills = 0
         self.dear = False  # whether a fill was ever expensive
         self.misses = 0
         self.counted = self.nbytes  # bytes in the account
@@ -103,6 +107,7 @@ class Tracker:
         self.budget = budget
         self.counters = counters
         self.nbytes = 0
+        self.pace = Pace()
         self._grammars: OrderedDict = OrderedDict()
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -136,7 +141,7 @@ class Tracker:
         """Build the network now, on this thread. Never raises."""
         try:
             automaton, vocabulary = source()
-            grammar.network = Network(automaton, vocabulary)
+            grammar.network = Network(automaton, vocabulary, pace=self.pace)
             self.counters["networks built"] += 1
             self.account(grammar)
         except Unsupported as error:
@@ -160,7 +165,7 @@ class Tracker:
             if grammar.network is not network:
                 return
         if grammar.worth.balance > 0 and not grammar.reason:
-            grammar.network = Network(network.automaton, network.vocabulary, network.horizon)
+            grammar.network = Network(network.automaton, network.vocabulary, network.horizon, self.pace)
             self.counters["networks begun anew"] += 1
         else:
             self.decline(grammar, network.closed or "its network is full")
@@ -191,7 +196,7 @@ class Tracker:
 class Request:
     """One matcher: the tokens it holds, and where they lead. Used by one thread at a time."""
 
-    __slots__ = ("grammar", "network", "source", "state", "tracker", "trail")
+    __slots__ = ("grammar", "network", "source", "state", "tracker", "trail", "waits")
 
     def __init__(self, tracker: Tracker, grammar: Grammar, source: Callable[[], tuple] | None = None):
         """`source`: see `Tracker.request_build`; None where the matcher shows no automaton."""
@@ -201,6 +206,7 @@ class Request:
         self.trail = Trail(None, None)
         self.network: object = None  # the network or trie that the trail follows, or False for neither any more
         self.state = None  # the state or node that was last looked up
+        self.waits = 0  # rows left to stock before the next look
 
     def look_up(self) -> np.ndarray | None:
         """The row of the place that the tokens lead to, int32 [words], or None if stock has to fill it."""
@@ -211,8 +217,15 @@ class Request:
                 return None
         elif network is False:
             return None
+        if self.waits:
+            self.waits -= 1
+            return None
         try:
             place = self.trail.place(STRIDE)
+        except Later:
+            self.waits = WAIT
+            self.tracker.counters["walks put off"] += 1
+            return None
         except (Lost, Unsupported) as error:
             self._stop(error)
             return None
@@ -251,7 +264,8 @@ class Request:
             grammar.worth.idle()
         elif self.source and grammar.network is None and not grammar.reason:
             grammar.fill_s += seconds
-            if grammar.fill_s >= BUILD_AFTER:
+            grammar.fills += 1
+            if grammar.fill_s >= max(BUILD_AFTER, CHEAP * grammar.fills):
                 self.tracker.request_build(grammar, self.source)
 
     def _attach(self) -> bool:
