@@ -1,8 +1,9 @@
 """Patching by contract: a patch applies only to code that it was proven against. Knows nothing of masks or prefixes."""
 
-from .contract import Contract, ContractError, Declined, Form, load
+from .contract import UNPARSED, Contract, ContractError, Declined, Difference, Form, load
 from .engine import APPLIED, DECLINED, DISABLED, NOT_MEANT, REVERTED, WAITING, Context, Patch, apply
 from .fingerprint import find, find_in_source, fingerprint
+from .sources import Source, Tree, Wheel
 from .targets import seen_fingerprint
 
 __all__ = [
@@ -11,13 +12,18 @@ __all__ = [
     "DISABLED",
     "NOT_MEANT",
     "REVERTED",
+    "UNPARSED",
     "WAITING",
     "Context",
     "Contract",
     "ContractError",
     "Declined",
+    "Difference",
     "Form",
     "Patch",
+    "Source",
+    "Tree",
+    "Wheel",
     "apply",
     "find",
     "find_in_source",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -19,8 +20,32 @@ else:
 PROSE = ("summary", "what", "why", "how", "delete_when")
 
 
+# Stands for the fingerprint of a definition whose module this Python cannot parse.
+UNPARSED = "unparsed"
+
+
 class Declined(Exception):
-    """The one way in which a patch says no. Its text is a reason that a person can act on."""
+    """The one way in which a patch says no. Its text is a reason that a person can act on.
+
+    `differences` holds what differs from the form of the contract that comes closest, where that is the reason.
+    """
+
+    def __init__(self, reason: str, differences: Sequence = ()):
+        super().__init__(reason)
+        self.differences = tuple(differences)
+
+
+class Difference(NamedTuple):
+    """One definition that is not as a form of a contract has it: `what` is "changed", "missing" or UNPARSED."""
+
+    path: str
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        if self.what == UNPARSED:
+            return f"{self.path} cannot be parsed by this Python ({sys.version_info[0]}.{sys.version_info[1]})"
+        return f"{self.path} {'is missing' if self.what == 'missing' else self.what}"
 
 
 class ContractError(ValueError):
@@ -39,6 +64,16 @@ class Form:
         """Every target and premise, as path -> {fingerprint: versions}."""
         return {**self.targets, **self.premises}
 
+    def differences(self, seen: Mapping[str, str | None]) -> list:
+        """A Difference for every target and premise whose fingerprint in `seen` is not a known one."""
+        found = []
+        for path, known in self.paths().items():
+            fingerprint = seen.get(path)
+            if fingerprint not in known:
+                what = "missing" if fingerprint is None else UNPARSED if fingerprint == UNPARSED else "changed"
+                found.append(Difference(path, "target" if path in self.targets else "premise", what))
+        return found
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -52,6 +87,10 @@ class Contract:
     upstream: tuple = ()
     off_by_default: str = ""
     folder: Path | None = None
+
+    def paths(self) -> set:
+        """The paths of all targets and premises of all forms."""
+        return {path for form in self.forms for path in form.paths()}
 
     def meant_for(self, version: str | None) -> bool:
         """Whether this patch is meant for a vLLM version. A version that cannot be read counts as today's."""
@@ -67,17 +106,12 @@ class Contract:
         """
         closest: list | None = None
         for form in self.forms:
-            differences = []
-            for path, known in form.paths().items():
-                if seen.get(path) is None:
-                    differences.append(f"{path} is missing")
-                elif seen[path] not in known:
-                    differences.append(f"{path} changed")
+            differences = form.differences(seen)
             if not differences:
                 return form
             if closest is None or len(differences) < len(closest):
                 closest = differences
-        raise Declined("; ".join(closest or ["the contract has no forms"]))
+        raise Declined("; ".join(map(str, closest or ["the contract has no forms"])), closest or ())
 
 
 def load(folder: Path) -> Contract:

@@ -80,8 +80,7 @@ class Patch:
 
     def check(self) -> None:
         """Compare the installed source with the contract, importing nothing. Raises Declined."""
-        paths = {path for form in self.contract.forms for path in form.paths()}
-        self.form = self.contract.match({path: seen_fingerprint(path) for path in paths})
+        self.form = self.contract.match({path: seen_fingerprint(path) for path in self.contract.paths()})
 
     def arm(self) -> None:
         """Install now if all target modules are imported, else as soon as they are. Raises Declined."""

@@ -6,18 +6,11 @@ import ast
 import importlib.util
 import os
 import sys
-from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
 
 from .contract import Declined
-from .fingerprint import find, fingerprint, parse_around
-
-
-def split(path: str) -> tuple:
-    """`module:qualname` as (module, qualname)."""
-    module, _, qualname = path.partition(":")
-    return module, qualname
+from .sources import Source, module_file, split
 
 
 def source_file(module: str) -> Path | None:
@@ -35,40 +28,48 @@ def source_file(module: str) -> Path | None:
         if not rest:
             return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
         places = list(spec.submodule_search_locations or ())
-    for place in places:
-        base = Path(place, *rest)
-        for candidate in (base.with_suffix(".py") if rest else base / "__init__.py", base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    return module_file(places, rest)
 
 
-@lru_cache(maxsize=256)
-def _parsed(file: Path, name: str, size: int, changed: int) -> ast.Module:
-    return parse_around(file.read_text(encoding="utf-8"), name)
+class Here(Source):
+    """What this process imports, or would import. A file that changes is read anew."""
+
+    def stamp(self, module: str) -> object:
+        file = source_file(module)
+        if file is None:
+            return None
+        status = file.stat()
+        return file, status.st_size, status.st_mtime_ns
+
+    def read(self, module: str) -> bytes | None:
+        file = source_file(module)
+        return None if file is None else file.read_bytes()
+
+
+_here = Here()
 
 
 def _node(path: str) -> ast.AST | None:
-    module, qualname = split(path)
-    file = source_file(module)
-    if file is None:
-        return None
     try:
-        status = file.stat()
-        return find(_parsed(file, qualname.partition(".")[0], status.st_size, status.st_mtime_ns), qualname)
+        return _here.definition(path)
     except (OSError, SyntaxError, ValueError):
         return None
 
 
 def forget_sources() -> None:
     """Drop the parsed sources: they are large and only needed while contracts are checked."""
-    _parsed.cache_clear()
+    _here.forget()
 
 
 def seen_fingerprint(path: str) -> str | None:
-    """The fingerprint of `module:qualname` as installed, or None where there is no such definition to be read."""
-    node = _node(path)
-    return None if node is None else fingerprint(node)
+    """The fingerprint of `module:qualname` as installed, or None where there is no such definition to be read.
+
+    UNPARSED where this Python cannot parse the module.
+    """
+    try:
+        return _here.fingerprint(path)
+    except OSError:
+        return None
 
 
 def imported(module: str) -> bool:
