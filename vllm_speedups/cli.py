@@ -1,11 +1,12 @@
-"""The command line: vllm-speedups doctor | demo | bench."""
+"""The command line: vllm-speedups doctor | audit | diff | demo | bench."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
-from . import __version__, doctor
+from . import __version__, audit, differences, doctor
 
 
 def main(argv: list | None = None) -> int:
@@ -18,12 +19,20 @@ def main(argv: list | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=doctor.run)
 
-    # Imported here, not above: `doctor` must work where NumPy or torch are broken or missing.
+    audit.add_command(commands)
+    differences.add_command(commands)
+
+    # Imported here, not above: those must work where NumPy or torch are broken or missing.
     from .bench import commands as benchmarks
 
     benchmarks.add_commands(commands)
     options = parser.parse_args(argv)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except BrokenPipeError:
+        # Whoever reads has had enough (`... | head`): that is no error, and Python would flush once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":
