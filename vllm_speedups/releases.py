@@ -37,6 +37,10 @@ class Unreadable(Exception):
     """A target that cannot be read. Its text names it and says what to do."""
 
 
+class NoWheel(Unreadable):
+    """The registry has no wheel of that release that pip would fetch."""
+
+
 @dataclass(frozen=True)
 class Release:
     """One vLLM to be read. `name` is what the user called it, `where` the file or folder; `version` None if not known."""
@@ -161,12 +165,16 @@ def fetch(version: str, distribution: str, folder: Path) -> Path:
     """Have pip download the wheel of a release into `folder`. Raises Unreadable with pip's own reason."""
     command = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--ignore-requires-python"]
     wanted = [f"--dest={folder}", f"{distribution}=={version}"]
+    if sys.stderr.isatty():
+        print(f"fetching {distribution} {version}, some hundred MB", file=sys.stderr)
     done = _pip(*command, *wanted)
     if done.returncode and "No matching distribution" in done.stderr:
         done = _pip(*command, *_ANY_WHEEL, *wanted)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        raise Unreadable(
+        # An index that cannot be reached counts as one that lists nothing.
+        listed = "(from versions: " in done.stderr and "(from versions: none)" not in done.stderr
+        raise (NoWheel if listed else Unreadable)(
             f"{version}: pip could not fetch {distribution}=={version} ({_why(done.stderr)}): "
             "give another version, or the path of a wheel"
         )

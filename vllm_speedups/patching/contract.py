@@ -77,7 +77,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Contract:
-    """A parsed `patch.toml`. `off_by_default` is the reason why a patch waits to be asked for, empty for most."""
+    """A parsed `patch.toml`. `off_by_default` is the reason why a patch waits to be asked for, empty for most.
+
+    `proof` says how the versions in it were tested, apart from the one that the engine tests run; empty where they were not.
+    """
 
     name: str
     engine: str
@@ -86,6 +89,7 @@ class Contract:
     prose: Mapping[str, str] = field(default_factory=dict)
     upstream: tuple = ()
     off_by_default: str = ""
+    proof: str = ""
     folder: Path | None = None
 
     def paths(self) -> set:
@@ -146,6 +150,7 @@ def load(folder: Path) -> Contract:
         prose={key: text(key) for key in PROSE},
         upstream=_texts(f"{path}: 'upstream'", table.get("upstream", [])),
         off_by_default=text("off_by_default") if "off_by_default" in table else "",
+        proof=text("proof") if "proof" in table else "",
         folder=folder,
     )
 

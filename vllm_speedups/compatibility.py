@@ -1,0 +1,325 @@
+"""Every patch against every release: the facts, taken from the registry's wheels, and docs/compatibility.md, made of them.
+
+    python -m vllm_speedups.compatibility facts [--wheels FOLDER]     patches/releases.json, from the registry
+    python -m vllm_speedups.compatibility page                        docs/compatibility.md, from patches/releases.json
+
+Both are run in a checkout. The facts hold fingerprints and version numbers, none of vLLM's source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import releases
+from .audit import Verdict, judge
+from .patching import APPLIED, DECLINED, NOT_MEANT, Contract
+from .plugin import discover
+
+FACTS = Path("patches", "releases.json")
+PAGE = Path("docs", "compatibility.md")
+OLDEST = "0.4.0"
+# The release that the engine tests run, as the Makefile pins it.
+ENGINE = "0.32.0"
+NOT_THERE = "not there"
+# Stands for the fingerprint of a definition that a release lacks.
+MISSING = "missing"
+
+
+class Incomplete(Exception):
+    """The facts lack something. The text says what, and which make target to run."""
+
+
+@dataclass
+class Facts:
+    """Fingerprints of every path in every release: path -> release -> fingerprint, MISSING or UNPARSED.
+
+    `without_wheel` holds the releases that could not be fetched, with the reason.
+    """
+
+    releases: list = field(default_factory=list)
+    without_wheel: dict = field(default_factory=dict)
+    seen: dict = field(default_factory=dict)
+
+    def lacks(self, paths: Iterable, version: str) -> list:
+        """Those of `paths` that are not known of a release."""
+        return sorted(path for path in paths if version not in self.seen.get(path, {}))
+
+    def fingerprint(self, path: str, version: str) -> str | None:
+        """As Source.fingerprint. Raises Incomplete."""
+        try:
+            found = self.seen[path][version]
+        except KeyError:
+            raise Incomplete(f"{FACTS} says nothing of {path} in {version}: run `make facts compatibility`") from None
+        return None if found == MISSING else found
+
+    def check(self, contracts: list) -> None:
+        """Raises Incomplete where a path of a contract is not known of a release."""
+        for version in self.releases:
+            lacking = self.lacks(_paths(contracts), version)
+            if lacking:
+                raise Incomplete(
+                    f"{FACTS} says nothing of {', '.join(lacking)} in {version}: run `make facts compatibility`"
+                )
+
+    def dump(self) -> str:
+        """As JSON: for every fingerprint the runs of releases that have it, as positions in the list of releases."""
+        position = {version: number for number, version in enumerate(self.releases)}
+        paths = {}
+        for path in sorted(self.seen):
+            grouped: dict = {}
+            for version in sorted(self.seen[path], key=position.__getitem__):
+                grouped.setdefault(self.seen[path][version], []).append(version)
+            paths[path] = {digest: _runs(versions, self.releases) for digest, versions in grouped.items()}
+        table = {"releases": " ".join(self.releases), "without_wheel": self.without_wheel, "paths": paths}
+        return json.dumps(table, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, text: str) -> Facts:
+        """The facts that `dump` wrote."""
+        table = json.loads(text)
+        facts = cls(table["releases"].split(), table["without_wheel"])
+        for path, digests in table["paths"].items():
+            facts.seen[path] = {
+                version: digest for digest, runs in digests.items() for version in _unrolled(runs, facts.releases)
+            }
+        return facts
+
+
+def _paths(contracts: list) -> set:
+    return {path for contract in contracts for path in contract.paths()}
+
+
+def _runs(versions: list, order: list, last: str = "..") -> str:
+    """Versions as runs of neighbours in `order`: "0.4.0..0.4.2 0.5.0"."""
+    runs: list = []
+    for version in versions:
+        if runs and order.index(version) == order.index(runs[-1][-1]) + 1:
+            runs[-1].append(version)
+        else:
+            runs.append([version])
+    return " ".join(run[0] if len(run) == 1 else f"{run[0]}{last}{run[-1]}" for run in runs)
+
+
+def _unrolled(runs: str, order: list) -> list:
+    found = []
+    for run in runs.split():
+        first, _, last = run.partition("..")
+        found += order[order.index(first) : order.index(last or first) + 1]
+    return found
+
+
+def refresh(facts: Facts, contracts: list, listed: list, wheels: dict, save, say) -> None:
+    """Bring the facts up to date with the contracts and with the releases that the registry lists.
+
+    A release of which every path is known already is not read again. `wheels` holds files by version that need not be
+    fetched. `save()` is called after each release, so that what was read survives an interruption.
+    """
+    paths = _paths(contracts)
+    facts.seen = {path: facts.seen.get(path, {}) for path in sorted(paths)}
+    facts.releases = sorted({*facts.releases, *listed}, key=releases.Version)
+    wanted = [version for version in reversed(facts.releases) if facts.lacks(paths, version)]
+    for number, version in enumerate(wanted, 1):
+        started = time.monotonic()
+        try:
+            with _release(version, wheels) as release:
+                for path in sorted(paths):
+                    facts.seen[path][version] = release.fingerprint(path) or MISSING
+            facts.without_wheel.pop(version, None)
+            said = "read"
+        except releases.Unreadable as error:
+            said = str(error)
+            if not isinstance(error, releases.NoWheel):
+                raise
+            facts.without_wheel[version] = "no wheel for Linux on x86-64"
+            facts.releases.remove(version)
+        save()
+        say(f"{number} of {len(wanted)}: {version} {said} ({time.monotonic() - started:.0f} s)")
+    save()
+
+
+def _release(version: str, wheels: dict):
+    return releases.opened(str(wheels.get(version, version)))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one patch does on one release, and how that is known."""
+
+    verdict: Verdict
+    proof: str = ""
+    # The contract leaves the release out although its fingerprints match.
+    fits: bool = False
+
+    def text(self) -> str:
+        return self.verdict.status + (f", {self.proof}" if self.proof else "")
+
+
+def cell(contract: Contract, version: str, facts: Facts) -> Cell:
+    """One cell of the matrix. Raises Incomplete."""
+    seen = {path: facts.fingerprint(path, version) for path in contract.paths()}
+    if not any(seen[path] for form in contract.forms for path in form.targets):
+        return Cell(Verdict(contract.name, NOT_THERE))
+    verdict = judge(contract, version, seen.get)
+    if verdict.status == NOT_MEANT:
+        return Cell(verdict, fits=any(not form.differences(seen) for form in contract.forms))
+    return Cell(verdict, _proof(contract, verdict, version, seen) if verdict.status == APPLIED else "")
+
+
+def _proof(contract: Contract, verdict: Verdict, version: str, seen: dict) -> str:
+    form = next(form for form in contract.forms if form.name == verdict.form)
+    # Releases that the contract lists with all of the fingerprints that this release has.
+    alike = set.intersection(*(set(known[seen[path]]) for path, known in form.paths().items()))
+    tested = alike if contract.proof else alike & {ENGINE}
+    if version in tested:
+        return "engine" if version == ENGINE else "own code"
+    if tested:
+        return f"same code as {max(tested, key=releases.Version)}"
+    return "listed" if alike else "same parts"
+
+
+def page(facts: Facts, contracts: list) -> str:
+    """The whole of docs/compatibility.md. Raises Incomplete."""
+    facts.check(contracts)
+    newest_first = list(reversed(facts.releases))
+    cells = {
+        (contract.name, version): cell(contract, version, facts) for contract in contracts for version in newest_first
+    }
+    listed = [contract.proof for contract in contracts if contract.proof]
+    lines = [
+        "# Which patch applies to which vLLM",
+        "",
+        *_filled(
+            f"Made by `make compatibility` from `{FACTS.as_posix()}`, which `make facts` takes from the registry's wheels: "
+            f"every stable release from {facts.releases[0]} to {facts.releases[-1]}, {len(facts.releases)} of them. Their "
+            "source was read, not run. For another vLLM, or a build of your own, ask `vllm-speedups audit`."
+        ),
+        "",
+        *_filled(
+            "- **applied**: every definition that the patch replaces or relies on is one that its contract knows. It is "
+            "proven once more on its first use. What stands behind it is"
+        ),
+        *_filled(f"  - *engine*: the tests run this release's real engine, stock and patched ({ENGINE}, on a CPU);"),
+        *_filled(f"  - *own code*: {'; '.join(listed)};" if listed else ""),
+        *_filled("  - *same code*: not run on this release; its fingerprints are all those of one that was tested;"),
+        *_filled("  - *listed*: the contract lists such a release and does not say how it was tested;"),
+        *_filled(
+            "  - *same parts*: not run on this release; each fingerprint is of a release that the contract lists, but no one has all of them."
+        ),
+        "- **declined**: something differs. The patch stays off there and vLLM runs stock.",
+        "- **not meant**: the contract leaves this release out. The patch stays off there and vLLM runs stock.",
+        "- **not there**: nothing that the patch replaces exists in this release.",
+        "",
+        *_without_wheel(facts),
+        *_overview(contracts, cells, facts),
+        "",
+        "## Release by release",
+        "",
+        f"| vLLM | {' | '.join(contract.name for contract in contracts)} |",
+        f"| --- |{' --- |' * len(contracts)}",
+    ]
+    for version in newest_first:
+        lines.append(f"| {version} | {' | '.join(cells[contract.name, version].text() for contract in contracts)} |")
+    why = [line for contract in contracts for line in _reasons(contract, cells, facts)]
+    if why:
+        lines += ["", "## Why not", "", "What differs from the form of the contract that comes closest:", "", *why]
+    return "\n".join(lines) + "\n"
+
+
+def _filled(text: str) -> list:
+    """A paragraph or a list item as lines."""
+    indent = " " * (len(text) - len(text.lstrip(" -")))
+    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _without_wheel(facts: Facts) -> list:
+    if not facts.without_wheel:
+        return []
+    listed = ", ".join(f"{version} ({why})" for version, why in facts.without_wheel.items())
+    return [*_filled(f"Left out: {listed}."), ""]
+
+
+def _overview(contracts: list, cells: dict, facts: Facts) -> list:
+    """A table of how many and which releases each patch applies to."""
+    lines = ["| patch | applied | declined | not meant | not there |", "| --- | --- | --- | --- | --- |"]
+    for contract in contracts:
+        row = [f"`{contract.name}`" + (", off by default" if contract.off_by_default else "")]
+        for status in (APPLIED, DECLINED, NOT_MEANT, NOT_THERE):
+            of = [version for version in facts.releases if cells[contract.name, version].verdict.status == status]
+            row.append(f"{len(of)}: {_shown(of, facts)}" if of else "0")
+        lines.append(f"| {' | '.join(row)} |")
+    for contract in contracts:
+        fits = [version for version in facts.releases if cells[contract.name, version].fits]
+        if fits:
+            lines += [
+                "",
+                *_filled(f"`{contract.name}` would fit {_shown(fits, facts)} too, which its contract leaves out."),
+            ]
+    return lines
+
+
+def _shown(versions: list, facts: Facts) -> str:
+    return _runs(versions, facts.releases, last=" to ").replace(" to ", "\0").replace(" ", ", ").replace("\0", " to ")
+
+
+def _reasons(contract: Contract, cells: dict, facts: Facts) -> list:
+    grouped: dict = {}
+    for version in reversed(facts.releases):
+        verdict = cells[contract.name, version].verdict
+        if verdict.status == DECLINED:
+            grouped.setdefault(verdict.differences, []).append(version)
+    lines = []
+    for differences, versions in grouped.items():
+        lines.append(f"- `{contract.name}` on {_shown(versions[::-1], facts)}")
+        lines += [f"  - {difference.kind} `{difference.path}` {difference.what}" for difference in differences]
+    return lines
+
+
+def main(argv: list | None = None) -> int:
+    """Run one of the two commands. 0: done; 1: the page cannot be made of these facts; 2: the registry cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_speedups.compatibility", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("facts", help=f"refresh {FACTS} from the registry")
+    command.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels that lie there are not fetched")
+    commands.add_parser("page", help=f"write {PAGE} from {FACTS}")
+    options = parser.parse_args(argv)
+    contracts = [patch.contract for patch in discover()]
+    facts = Facts.load(FACTS.read_text(encoding="utf-8")) if FACTS.exists() else Facts()
+    try:
+        if options.command == "facts":
+            listed = releases.published(releases.DISTRIBUTION, OLDEST)
+            wheels = releases.wheels_in(options.wheels, releases.DISTRIBUTION) if options.wheels else {}
+            refresh(facts, contracts, listed, wheels, lambda: _write(FACTS, facts.dump()), _say)
+        else:
+            _write(PAGE, page(facts, contracts))
+    except Incomplete as error:
+        print(error, file=sys.stderr)
+        return 1
+    except releases.Unreadable as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a file as a whole, so that an interruption leaves the old one."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as new:
+        new.write(text)
+    os.chmod(new.name, 0o644)
+    os.replace(new.name, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
