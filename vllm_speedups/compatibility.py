@@ -212,7 +212,8 @@ def page(facts: Facts, contracts: list) -> str:
         *_filled("  - *same code*: not run on this release; its fingerprints are all those of one that was tested;"),
         *_filled("  - *listed*: the contract lists such a release and does not say how it was tested;"),
         *_filled(
-            "  - *same parts*: not run on this release; each fingerprint is of a release that the contract lists, but no one has all of them."
+            "  - *same parts*: not run on this release; the contract lists each fingerprint, but no one release with all "
+            "of them."
         ),
         "- **declined**: something differs. The patch stays off there and vLLM runs stock.",
         "- **not meant**: the contract leaves this release out. The patch stays off there and vLLM runs stock.",

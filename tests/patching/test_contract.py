@@ -51,6 +51,8 @@ def test_a_good_contract_is_read_in_full(folder):
     assert (contract.name, contract.engine, contract.folder) == ("speedy-thing", "V1", folder)
     assert contract.vllm == SpecifierSet(">=0.32,<2") and contract.upstream == ("https://example.org/1",)
     assert contract.prose == {"summary": "s", "what": "w", "why": "y", "how": "h", "delete_when": "d"}
+    assert (contract.off_by_default, contract.proof) == ("", "")
+    assert load(write(folder, 'proof = "run"\n' + GOOD)).proof == "run"
     new, old = contract.forms
     assert (new.name, old.name) == ("new", "old")
     assert new.targets == {"pkg.mod:Class.f": {"aa": ("1.0", "1.1"), "bb": ("1.2",)}}
@@ -135,6 +137,7 @@ def test_what_does_not_fit_is_named(seen, reason):
     with pytest.raises(Declined) as caught:
         contract_of(NEW).match(seen)
     assert str(caught.value) == reason
+    assert "; ".join(map(str, caught.value.differences)) == reason
 
 
 def test_the_form_that_comes_closest_is_reported():
