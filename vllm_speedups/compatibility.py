@@ -9,145 +9,24 @@ Both are run in a checkout. The facts hold fingerprints and version numbers, non
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import releases
 from .audit import Verdict, judge
+from .facts import FACTS, Facts, Incomplete, refresh, runs
 from .patching import APPLIED, DECLINED, NOT_MEANT, Contract
 from .plugin import discover
 
-FACTS = Path("patches", "releases.json")
 PAGE = Path("docs", "compatibility.md")
 OLDEST = "0.4.0"
 # The release that the engine tests run, as the Makefile pins it.
 ENGINE = "0.32.0"
 NOT_THERE = "not there"
-# Stands for the fingerprint of a definition that a release lacks.
-MISSING = "missing"
-
-
-class Incomplete(Exception):
-    """The facts lack something. The text says what, and which make target to run."""
-
-
-@dataclass
-class Facts:
-    """Fingerprints of every path in every release: path -> release -> fingerprint, MISSING or UNPARSED.
-
-    `without_wheel` holds the releases that could not be fetched, with the reason.
-    """
-
-    releases: list = field(default_factory=list)
-    without_wheel: dict = field(default_factory=dict)
-    seen: dict = field(default_factory=dict)
-
-    def lacks(self, paths: Iterable, version: str) -> list:
-        """Those of `paths` that are not known of a release."""
-        return sorted(path for path in paths if version not in self.seen.get(path, {}))
-
-    def fingerprint(self, path: str, version: str) -> str | None:
-        """As Source.fingerprint. Raises Incomplete."""
-        try:
-            found = self.seen[path][version]
-        except KeyError:
-            raise Incomplete(f"{FACTS} says nothing of {path} in {version}: run `make facts compatibility`") from None
-        return None if found == MISSING else found
-
-    def check(self, contracts: list) -> None:
-        """Raises Incomplete where a path of a contract is not known of a release."""
-        for version in self.releases:
-            lacking = self.lacks(_paths(contracts), version)
-            if lacking:
-                raise Incomplete(
-                    f"{FACTS} says nothing of {', '.join(lacking)} in {version}: run `make facts compatibility`"
-                )
-
-    def dump(self) -> str:
-        """As JSON: for every fingerprint the runs of releases that have it, as positions in the list of releases."""
-        position = {version: number for number, version in enumerate(self.releases)}
-        paths = {}
-        for path in sorted(self.seen):
-            grouped: dict = {}
-            for version in sorted(self.seen[path], key=position.__getitem__):
-                grouped.setdefault(self.seen[path][version], []).append(version)
-            paths[path] = {digest: _runs(versions, self.releases) for digest, versions in grouped.items()}
-        table = {"releases": " ".join(self.releases), "without_wheel": self.without_wheel, "paths": paths}
-        return json.dumps(table, indent=1) + "\n"
-
-    @classmethod
-    def load(cls, text: str) -> Facts:
-        """The facts that `dump` wrote."""
-        table = json.loads(text)
-        facts = cls(table["releases"].split(), table["without_wheel"])
-        for path, digests in table["paths"].items():
-            facts.seen[path] = {
-                version: digest for digest, runs in digests.items() for version in _unrolled(runs, facts.releases)
-            }
-        return facts
-
-
-def _paths(contracts: list) -> set:
-    return {path for contract in contracts for path in contract.paths()}
-
-
-def _runs(versions: list, order: list, last: str = "..") -> str:
-    """Versions as runs of neighbours in `order`: "0.4.0..0.4.2 0.5.0"."""
-    runs: list = []
-    for version in versions:
-        if runs and order.index(version) == order.index(runs[-1][-1]) + 1:
-            runs[-1].append(version)
-        else:
-            runs.append([version])
-    return " ".join(run[0] if len(run) == 1 else f"{run[0]}{last}{run[-1]}" for run in runs)
-
-
-def _unrolled(runs: str, order: list) -> list:
-    found = []
-    for run in runs.split():
-        first, _, last = run.partition("..")
-        found += order[order.index(first) : order.index(last or first) + 1]
-    return found
-
-
-def refresh(facts: Facts, contracts: list, listed: list, wheels: dict, save, say) -> None:
-    """Bring the facts up to date with the contracts and with the releases that the registry lists.
-
-    A release of which every path is known already is not read again. `wheels` holds files by version that need not be
-    fetched. `save()` is called after each release, so that what was read survives an interruption.
-    """
-    paths = _paths(contracts)
-    facts.seen = {path: facts.seen.get(path, {}) for path in sorted(paths)}
-    facts.releases = sorted({*facts.releases, *listed}, key=releases.Version)
-    wanted = [version for version in reversed(facts.releases) if facts.lacks(paths, version)]
-    for number, version in enumerate(wanted, 1):
-        started = time.monotonic()
-        try:
-            with _release(version, wheels) as release:
-                for path in sorted(paths):
-                    facts.seen[path][version] = release.fingerprint(path) or MISSING
-            facts.without_wheel.pop(version, None)
-            said = "read"
-        except releases.Unreadable as error:
-            said = str(error)
-            if not isinstance(error, releases.NoWheel):
-                raise
-            facts.without_wheel[version] = "no wheel for Linux on x86-64"
-            facts.releases.remove(version)
-        save()
-        say(f"{number} of {len(wanted)}: {version} {said} ({time.monotonic() - started:.0f} s)")
-    save()
-
-
-def _release(version: str, wheels: dict):
-    return releases.opened(str(wheels.get(version, version)))
 
 
 @dataclass(frozen=True)
@@ -268,7 +147,7 @@ def _overview(contracts: list, cells: dict, facts: Facts) -> list:
 
 
 def _shown(versions: list, facts: Facts) -> str:
-    return _runs(versions, facts.releases, last=" to ").replace(" to ", "\0").replace(" ", ", ").replace("\0", " to ")
+    return runs(versions, facts.releases, last=" to ").replace(" to ", "\0").replace(" ", ", ").replace("\0", " to ")
 
 
 def _reasons(contract: Contract, cells: dict, facts: Facts) -> list:

@@ -11,8 +11,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_speedups import compatibility, releases
-from vllm_speedups.compatibility import ENGINE, MISSING, Facts, Incomplete, cell, page, refresh
+from vllm_speedups.compatibility import ENGINE, cell, page
 from vllm_speedups.doctor import find_vllm
+from vllm_speedups.facts import FACTS, MISSING, Facts, Incomplete, refresh
 from vllm_speedups.patching import UNPARSED, Contract, Form, seen_fingerprint
 from vllm_speedups.plugin import discover
 
@@ -22,7 +23,7 @@ CONTRACTS = [patch.contract for patch in discover()]
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    return Facts.load((ROOT / compatibility.FACTS).read_text(encoding="utf-8"))
+    return Facts.load((ROOT / FACTS).read_text(encoding="utf-8"))
 
 
 def test_the_facts_cover_every_path_of_every_contract(facts):
@@ -144,7 +145,7 @@ def test_refreshing_reads_what_is_not_known_and_can_be_interrupted(sources, tmp_
     wheels = releases.wheels_in(tmp_path, "vllm")
     assert list(wheels) == ["0.30.0", "0.31.0", "0.32.0"]
     read, saved = [], []
-    opened = compatibility.releases.opened
+    opened = releases.opened
 
     @contextlib.contextmanager
     def watched(target, distribution="vllm"):
@@ -156,7 +157,7 @@ def test_refreshing_reads_what_is_not_known_and_can_be_interrupted(sources, tmp_
         with opened(target, distribution) as release:
             yield release
 
-    monkeypatch.setattr(compatibility.releases, "opened", watched)
+    monkeypatch.setattr(releases, "opened", watched)
     facts, stop = Facts(), True
     contracts = [contract_of({path: {"aa": ("0.32.0",)}})]
 
@@ -185,13 +186,13 @@ def test_refreshing_reads_what_is_not_known_and_can_be_interrupted(sources, tmp_
 
 
 def test_the_command_writes_the_page_or_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    for file in (compatibility.FACTS, compatibility.PAGE):
+    for file in (FACTS, compatibility.PAGE):
         (tmp_path / file).parent.mkdir()
-    facts = (ROOT / compatibility.FACTS).read_text(encoding="utf-8")
-    (tmp_path / compatibility.FACTS).write_text(facts, encoding="utf-8")
+    facts = (ROOT / FACTS).read_text(encoding="utf-8")
+    (tmp_path / FACTS).write_text(facts, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert compatibility.main(["page"]) == 0
     assert (tmp_path / compatibility.PAGE).read_bytes() == (ROOT / compatibility.PAGE).read_bytes()
-    (tmp_path / compatibility.FACTS).write_text(facts.replace("GrammarOutput", "Other"), encoding="utf-8")
+    (tmp_path / FACTS).write_text(facts.replace("GrammarOutput", "Other"), encoding="utf-8")
     assert compatibility.main(["page"]) == 1
     assert "make facts" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Facts about releases: which definitions of the contracts each has, as fingerprints, kept in `patches/releases.json`.
+
+Fingerprints and version numbers only, none of vLLM's source.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from . import releases
+
+FACTS = Path("patches", "releases.json")
+# Stands for the fingerprint of a definition that a release lacks.
+MISSING = "missing"
+
+
+class Incomplete(Exception):
+    """The facts lack something. The text says what, and which make target to run."""
+
+
+@dataclass
+class Facts:
+    """Fingerprints of every path in every release: path -> release -> fingerprint, MISSING or UNPARSED.
+
+    `without_wheel` holds the releases that could not be fetched, with the reason.
+    """
+
+    releases: list = field(default_factory=list)
+    without_wheel: dict = field(default_factory=dict)
+    seen: dict = field(default_factory=dict)
+
+    def lacks(self, paths: Iterable, version: str) -> list:
+        """Those of `paths` that are not known of a release."""
+        return sorted(path for path in paths if version not in self.seen.get(path, {}))
+
+    def fingerprint(self, path: str, version: str) -> str | None:
+        """As Source.fingerprint. Raises Incomplete."""
+        try:
+            found = self.seen[path][version]
+        except KeyError:
+            raise Incomplete(f"{FACTS} says nothing of {path} in {version}: run `make facts compatibility`") from None
+        return None if found == MISSING else found
+
+    def check(self, contracts: list) -> None:
+        """Raises Incomplete where a path of a contract is not known of a release."""
+        for version in self.releases:
+            lacking = self.lacks(_paths(contracts), version)
+            if lacking:
+                raise Incomplete(
+                    f"{FACTS} says nothing of {', '.join(lacking)} in {version}: run `make facts compatibility`"
+                )
+
+    def dump(self) -> str:
+        """As JSON: for every fingerprint the releases that have it, as runs of neighbours in the list of releases."""
+        position = {version: number for number, version in enumerate(self.releases)}
+        paths = {}
+        for path in sorted(self.seen):
+            grouped: dict = {}
+            for version in sorted(self.seen[path], key=position.__getitem__):
+                grouped.setdefault(self.seen[path][version], []).append(version)
+            paths[path] = {digest: runs(versions, self.releases) for digest, versions in grouped.items()}
+        table = {"releases": " ".join(self.releases), "without_wheel": self.without_wheel, "paths": paths}
+        return json.dumps(table, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, text: str) -> Facts:
+        """The facts that `dump` wrote."""
+        table = json.loads(text)
+        facts = cls(table["releases"].split(), table["without_wheel"])
+        for path, digests in table["paths"].items():
+            facts.seen[path] = {
+                version: digest for digest, text in digests.items() for version in _unrolled(text, facts.releases)
+            }
+        return facts
+
+
+def _paths(contracts: list) -> set:
+    return {path for contract in contracts for path in contract.paths()}
+
+
+def runs(versions: list, order: list, last: str = "..") -> str:
+    """Versions as runs of neighbours in `order`: "0.4.0..0.4.2 0.5.0"."""
+    found: list = []
+    for version in versions:
+        if found and order.index(version) == order.index(found[-1][-1]) + 1:
+            found[-1].append(version)
+        else:
+            found.append([version])
+    return " ".join(run[0] if len(run) == 1 else f"{run[0]}{last}{run[-1]}" for run in found)
+
+
+def _unrolled(text: str, order: list) -> list:
+    found = []
+    for run in text.split():
+        first, _, last = run.partition("..")
+        found += order[order.index(first) : order.index(last or first) + 1]
+    return found
+
+
+def refresh(facts: Facts, contracts: list, listed: list, wheels: Mapping, save: Callable, say: Callable) -> None:
+    """Bring the facts up to date with the contracts and with the releases that the registry lists.
+
+    A release of which every path is known already is not read again. `wheels` holds files by version that need not be
+    fetched. `save()` is called after each release, so that what was read survives an interruption.
+    """
+    paths = _paths(contracts)
+    facts.seen = {path: facts.seen.get(path, {}) for path in sorted(paths)}
+    facts.releases = sorted({*facts.releases, *listed}, key=releases.Version)
+    wanted = [version for version in reversed(facts.releases) if facts.lacks(paths, version)]
+    for number, version in enumerate(wanted, 1):
+        started = time.monotonic()
+        try:
+            with _release(version, wheels) as release:
+                for path in sorted(paths):
+                    facts.seen[path][version] = release.fingerprint(path) or MISSING
+            facts.without_wheel.pop(version, None)
+            said = "read"
+        except releases.Unreadable as error:
+            said = str(error)
+            if not isinstance(error, releases.NoWheel):
+                raise
+            facts.without_wheel[version] = "no wheel for Linux on x86-64"
+            facts.releases.remove(version)
+        save()
+        say(f"{number} of {len(wanted)}: {version} {said} ({time.monotonic() - started:.0f} s)")
+    save()
+
+
+def _release(version: str, wheels: Mapping):
+    return releases.opened(str(wheels.get(version, version)))
