@@ -51,8 +51,9 @@ class Facts:
         for version in self.releases:
             lacking = self.lacks(_paths(contracts), version)
             if lacking:
+                more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
                 raise Incomplete(
-                    f"{FACTS} says nothing of {', '.join(lacking)} in {version}: run `make facts compatibility`"
+                    f"{FACTS} says nothing of {lacking[0]}{more} in {version}: run `make facts compatibility`"
                 )
 
     def dump(self) -> str:
