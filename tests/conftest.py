@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import pytest
 
 from vllm_speedups import settings
-
-# Patches that are off by default are tested like the others. Processes that a test starts inherit this.
-os.environ[settings.ENABLE] = "xgrammar-states"
 
 
 class Said(logging.Handler):

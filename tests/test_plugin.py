@@ -86,8 +86,6 @@ def run(zygote):
     process, answers = zygote
 
     def run(code: str = LOAD, **environ) -> dict:
-        if "compile_factors" not in code:
-            environ = {settings.ENABLE: os.environ[settings.ENABLE], **environ}
         process.stdin.write(json.dumps({"code": textwrap.dedent(code), "environ": environ}) + "\n")
         process.stdin.flush()
         return json.loads(answers.readline())
@@ -115,6 +113,12 @@ def test_vllm_does_not_load_it_where_VLLM_PLUGINS_leaves_it_out(run, choice):
     answer = run(VLLM_PLUGINS=choice)
     assert "raised" not in answer, answer
     assert not answer["replaced"] and answer["patches"] == {} and answer["said"] == []
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_registering_leaves_the_garbage_collector_as_it_was(run, collects):
+    code = f"import gc; gc.{'enable' if collects else 'disable'}()" + LOAD + "answer['collects'] = gc.isenabled()"
+    assert run(code)["collects"] is collects
 
 
 def test_registering_again_changes_and_says_nothing(run):

@@ -86,6 +86,8 @@ def _loaded_by_vllm() -> dict:
         point.name == ENTRY_POINT for point in importlib_metadata.entry_points(group="vllm.general_plugins")
     )
     choice = os.environ.get("VLLM_PLUGINS")
+    if find_vllm() is None:
+        return {"yes": False, "why": "there is no vLLM in this environment"}
     if not installed:
         return {"yes": False, "why": "its entry point is not installed: pip install vllm-speedups"}
     if choice is None:

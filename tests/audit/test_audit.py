@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -53,7 +54,6 @@ def test_every_kind_of_target_is_read_and_not_imported(vs, sources, tmp_path, ki
     assert list(table) == NAMES
     for name, form in FORMS.items():
         assert table[name].split(None, 1)[1] == f"applied ({form})"
-    assert table["xgrammar-states"].endswith(", off by default)")
     assert not [name for name in set(sys.modules) - before if name.startswith("vllm.")]
 
 
@@ -123,6 +123,15 @@ def test_two_targets_of_one_version_are_told_apart(vs, sources, tmp_path):
     assert f"0.32.0 in {tree}" in out.splitlines()[0]
 
 
+def test_a_patch_that_waits_to_be_asked_for_is_marked(sources, tmp_path):
+    contracts = [
+        dataclasses.replace(patch.contract, off_by_default="not measured" * (patch.name == "block-hashes"))
+        for patch in discover()
+    ]
+    table = rows(audit.text(audit.examine([str(sources.wheel(tmp_path))], contracts)))
+    assert [name for name in table if table[name].endswith(", off by default)")] == ["block-hashes"]
+
+
 def test_the_report_as_json(vs, sources, tmp_path):
     file = sources.changed(UTILS, "def apply_grammar_bitmask(", "def gone(").wheel(tmp_path)
     status, out, err = vs("audit", "--json", file, tmp_path / "nothing")
@@ -135,7 +144,7 @@ def test_the_report_as_json(vs, sources, tmp_path):
     assert patches["grammar-masks"]["status"] == "declined" and patches["grammar-masks"]["form"] is None
     assert patches["grammar-masks"]["differences"] == [{"path": MASKS, "kind": "target", "what": "missing"}]
     assert patches["outlines-states"]["form"] == "tracked termination"
-    assert patches["xgrammar-states"]["off_by_default"] and not patches["block-hashes"]["off_by_default"]
+    assert patches["xgrammar-states"]["off_by_default"] is None
     assert bad["error"] == err.strip() and bad["patches"] == []
 
 

@@ -110,7 +110,7 @@ def test_turns_of_a_conversation_find_the_blocks_that_stock_finds(pair, same_ids
     system = [1, *range(3000, 3800)]
     talks = [[*system, 1000 + number] for number in range(4)]
     for turn in range(4):
-        answers = same_ids(talks, 40, seed=turn)
+        answers = same_ids(talks, 40, temperature=0.0)
         talks = [[*talk, *answer[0], *range(500 + turn, 530)] for talk, answer in zip(talks, answers)]
     stock, patched = (engine.generate(PROMPTS[:1], 1) for engine in pair)
     for name in ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"):

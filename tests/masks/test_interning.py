@@ -101,7 +101,9 @@ def test_rows_that_the_fingerprint_cannot_tell_apart_are_all_kept():
         row[list(words)] = -(2**31)
     table = MaskTable(LARGE)
     masks = table.intern(rows)
-    assert table.intern(rows) == masks and len(table) == 4 and table.counters == {"hits": 4, "misses": 4, "evictions": 0}
+    assert (
+        table.intern(rows) == masks and len(table) == 4 and table.counters == {"hits": 4, "misses": 4, "evictions": 0}
+    )
 
 
 def test_the_least_recently_used_is_forgotten_first():

@@ -90,7 +90,12 @@ def test_whoever_holds_a_forgotten_grammar_keeps_working():
     b.put(1, row_of(1, 1))
     assert a.rows == {} and seen[0].tolist() == row_of(0, 0).tolist()
     a.put(5, row_of(0, 5))
-    assert set(a.rows) == {5} and cache.grammar("a") is a and b.rows == {} and cache.nbytes == account(cache) == ENTRY + KEY
+    assert (
+        set(a.rows) == {5}
+        and cache.grammar("a") is a
+        and b.rows == {}
+        and cache.nbytes == account(cache) == ENTRY + KEY
+    )
 
 
 def test_a_grammar_larger_than_the_budget_forgets_itself_and_goes_on():

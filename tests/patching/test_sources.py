@@ -12,8 +12,7 @@ from vllm_speedups.patching import UNPARSED, Tree, Wheel, find_in_source, finger
 FILES = {
     "pkg/__init__.py": b"def top(): return 1\n",
     "pkg/mod.py": (
-        b"X = 1\n\n\n@a\n@b(\n    1)\ndef f(x):\n    return x\n\n\n"
-        b"class A:\n    @a\n    def m(self):\n        pass\n"
+        b"X = 1\n\n\n@a\n@b(\n    1)\ndef f(x):\n    return x\n\n\nclass A:\n    @a\n    def m(self):\n        pass\n"
     ),
     "pkg/sub/__init__.py": b"Y = 2\n",
     "pkg/dos.py": b"\xef\xbb\xbfdef f(x):\r\n    return '''a\r\nb'''\r\n",

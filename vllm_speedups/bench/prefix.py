@@ -31,16 +31,23 @@ class NotPatched(RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", type=_numbers(int), default=[1024, 8192, 32_768, 131_072], help="prompt lengths")
+    parser.add_argument(
+        "--lengths",
+        type=_numbers(int),
+        default=[1024, 8192, 32_768, 131_072],
+        help="prompt lengths (1024,8192,32768,131072)",
+    )
     parser.add_argument(
         "--shares",
         type=_numbers(float),
         default=[0.0, 0.5, 0.9, 1.0],
-        help=f"shares of the prompt seen before; with 1, {NEW_TOKENS} new tokens follow it",
+        help=f"shares of the prompt seen before; with 1, {NEW_TOKENS} new tokens follow it (0,0.5,0.9,1)",
     )
-    parser.add_argument("--algorithms", type=_numbers(str), default=list(ALGORITHMS), help=", ".join(ALGORITHMS))
+    parser.add_argument(
+        "--algorithms", type=_numbers(str), default=list(ALGORITHMS), help=",".join(ALGORITHMS) + " (all)"
+    )
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block (16)")
-    parser.add_argument("--repeats", type=int, default=15, help="runs of each side; medians are shown (15)")
+    parser.add_argument("--repeat", type=int, default=15, help="runs of each side; medians are shown (15)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -53,7 +60,7 @@ def main(argv: list | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Measure and print. 0, or 1 where there is nothing to compare with."""
     try:
-        results = measure(args.algorithms, args.lengths, args.shares, args.block_size, args.repeats)
+        results = measure(args.algorithms, args.lengths, args.shares, args.block_size, args.repeat)
     except NotPatched as error:
         print(f"bench prefix: {error}", file=sys.stderr)
         return 1
