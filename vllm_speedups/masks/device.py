@@ -1,16 +1,8 @@
 """Device masks: what is kept on the logits' device to apply one mask, in whichever of three forms is cheapest.
 
-What was tried for 64 rows of 151,936 float32 logits on two cores (ms, all rows alike / all different; stock's kernel
-beside it, which does not care):
-
-    allowed            1         100       5,000      75,000     140,000     150,000     151,900
-    stock             49          49          47          27           8         2.6         1.2
-    allowed ids   4.3 / 3.8   4.6 / 4.3   9 / 10      20
-    dense         6   / 8     6   / 8     6   / 7     6   / 7     7   / 8
-    disallowed ids                                    9           5   / 8     2.2 / 2.9   0.8 / 0.9
-    masked_fill_     12          11          14          28          15          14          12
-
-So ids serve the two ends and the dense form everything between. `vllm-speedups bench mask` measures it anew.
+Ids serve the two ends, the dense form everything between: `vllm-speedups bench mask` measures where they cross over.
+masked_fill_, torch.where, numpy.copyto and fmin were tried for the dense form and are not vectorised; keep/or with two words
+of bits a logit is, but takes 1.2 MB a mask and loses where masks differ from row to row.
 """
 
 from __future__ import annotations
