@@ -14,6 +14,8 @@ from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
 TARGET = "vllm.v1.structured_output.utils:apply_grammar_bitmask"
+# The form in which every request has the same number of rows in the bitmask, whatever it speculates in this step.
+STRIDED = "module function, rows at a stride"
 
 
 def build(context) -> dict:
@@ -21,7 +23,7 @@ def build(context) -> dict:
     stock = context.stock[TARGET]
     counts = counters("grammar-masks")
     applier = MaskApplier(int(settings.current().mask_cache_mb * 2**20), counts)
-    warned = False
+    strided, warned = context.form == STRIDED, False
 
     def apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits):
         nonlocal warned
@@ -34,8 +36,10 @@ def build(context) -> dict:
             warned = True
             return stock(scheduler_output, grammar_output, input_batch, logits)
         try:
+            guided = grammar_output.structured_output_request_ids
+            stride = len(rows) // len(guided) if strided else None
             places, indices = _places(
-                scheduler_output.scheduled_spec_decode_tokens, grammar_output, input_batch.req_ids
+                scheduler_output.scheduled_spec_decode_tokens, guided, input_batch.req_ids, stride
             )
             if places != list(range(len(rows))):
                 rows = rows[places]
@@ -49,23 +53,24 @@ def build(context) -> dict:
     return {TARGET: apply_grammar_bitmask}
 
 
-def _places(spec_tokens: dict, grammar_output, req_ids: list) -> tuple:
+def _places(spec_tokens: dict, guided: list, req_ids: list, stride: int | None) -> tuple:
     """Which bitmask rows meet which rows of logits: two lists of equal length.
 
     The bitmask holds the guided requests in the scheduler's order, each with a row for every speculative token and one
-    more; the logits hold all requests in the worker's order. A request that left the worker's batch has no logits.
+    more, and `stride` rows in all where that is given; the logits hold all requests in the worker's order. A request that
+    left the worker's batch has no logits.
     """
     first_logit, position = {}, 0
     for req_id in req_ids:
         first_logit[req_id] = position
         position += 1 + len(spec_tokens.get(req_id, ()))
     places, indices, row = [], [], 0
-    for req_id in grammar_output.structured_output_request_ids:
+    for req_id in guided:
         count = 1 + len(spec_tokens.get(req_id, ()))
         if req_id in first_logit:
             places.extend(range(row, row + count))
             indices.extend(range(first_logit[req_id], first_logit[req_id] + count))
-        row += count
+        row += stride or count
     return places, indices
 
 

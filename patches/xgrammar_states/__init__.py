@@ -24,6 +24,8 @@ ROLLBACK = f"{MODULE}:XgrammarGrammar.rollback"
 RESET = f"{MODULE}:XgrammarGrammar.reset"
 FILL = f"{MODULE}:XgrammarGrammar.fill_bitmask"
 
+# The form in which a backend has a compiler with, and one without, special tokens in its vocabulary.
+TWO_COMPILERS = "matcher and compiled grammar kept, two compilers"
 
 # The probe runs where the first network is built: no request waits for it.
 PROVES_LATER = True
@@ -80,17 +82,31 @@ def vocabulary_of(info) -> Vocabulary:
 
 
 class _Words:
-    """The vocabulary of one backend, taken when its first network is built."""
+    """The vocabularies of one backend, each taken when a network over it is built first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._vocabulary = None
+        self._known: dict = {}
 
-    def of(self, compiled) -> Vocabulary:
+    def of(self, compiled, compiler: str) -> Vocabulary:
+        """The vocabulary of a compiled grammar, which is that of the backend's `compiler` it comes from."""
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = vocabulary_of(compiled.tokenizer_info)
-            return self._vocabulary
+            if compiler not in self._known:
+                self._known[compiler] = vocabulary_of(compiled.tokenizer_info)
+            return self._known[compiler]
+
+
+def _only_compiler(request_type, grammar_spec: str) -> str:
+    return "compiler"
+
+
+def _one_of_two_compilers(request_type, grammar_spec: str) -> str:
+    """Which of its two compilers a backend of vLLM 0.33 takes: special tokens are text in structural tags and Lark only."""
+    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    lark = request_type == StructuredOutputOptions.GRAMMAR and grammar_is_likely_lark(grammar_spec)
+    return "full_vocab_compiler" if lark or request_type == StructuredOutputOptions.STRUCTURAL_TAG else "compiler"
 
 
 def build(context) -> dict:
@@ -100,6 +116,7 @@ def build(context) -> dict:
     )
     counts = counters("xgrammar-states")
     grammars = tracker(counts)
+    compiler_of = _one_of_two_compilers if context.form == TWO_COMPILERS else _only_compiler
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
         grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
@@ -112,7 +129,7 @@ def build(context) -> dict:
                 # On the thread that builds networks: until then everything is stock's.
                 if not context.prove():
                     raise Unsupported("the patch is off")
-                return automaton_of(compiled), words.of(compiled)
+                return automaton_of(compiled), words.of(compiled, compiler_of(request_type, grammar_spec))
 
             grammar._speedups = Request(grammars, grammars.grammar(key), source)
         except Exception as error:

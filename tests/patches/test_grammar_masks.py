@@ -13,18 +13,21 @@ from hypothesis import strategies as st
 
 utils = pytest.importorskip("vllm.v1.structured_output.utils")
 
+from matching import matched  # noqa: E402
+
 from vllm_speedups.patches import grammar_masks as glue  # noqa: E402
 from vllm_speedups.patching import Context, Declined  # noqa: E402
 
 STOCK = utils.apply_grammar_bitmask
+FORM = matched("grammar-masks")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.filterwarnings("ignore:The bitmask covers only")
 
 
-def installed(stock=STOCK) -> tuple:
+def installed(stock=STOCK, form: str = FORM) -> tuple:
     """The replacement, and the errors that it reports."""
     failures: list = []
-    context = Context("module function", {glue.TARGET: stock}, failures.append)
+    context = Context(form, {glue.TARGET: stock}, failures.append)
     return context, glue.build(context), failures
 
 
@@ -40,6 +43,8 @@ def steps(draw):
     # Whole words, or past the rows: where logits end inside of a word, xgrammar 0.2.8 may write past them.
     width = draw(st.sampled_from([*range(32, words * 32, 32), *range(words * 32, words * 32 + 40)]))
     count = sum(1 + len(spec.get(req, ())) for req in guided)
+    if FORM == glue.STRIDED:
+        count = len(guided) * (1 + max((len(spec.get(req, ())) for req in guided), default=0))
     pool = [np.full(words, -1), np.zeros(words), *random.integers(-(2**31), 2**31, (3, words))]
     pool[3][: words // 2] = -1
     rows = np.array([pool[i] for i in random.integers(0, len(pool), count)]).astype(np.int32).reshape(count, words)
@@ -84,6 +89,15 @@ def test_speculating_requests_take_a_row_for_every_token_they_may_emit():
     replacements[glue.TARGET](*arguments, logits)
     allowed = [row.isfinite().nonzero().flatten().tolist() for row in logits]
     assert allowed == [[3], list(range(32)), list(range(32)), [0], [1], [2]]
+
+
+def test_rows_may_stand_at_a_stride():
+    _, replacements, failures = installed(form=glue.STRIDED)
+    rows = [[1], [16], [16], [2], [4], [16]]
+    logits = torch.zeros(4, 32)
+    replacements[glue.TARGET](*simple(rows, ["a", "c"], ["b", "c", "a"], {"c": [5]}), logits)
+    allowed = [row.isfinite().nonzero().flatten().tolist() for row in logits]
+    assert allowed == [list(range(32)), [1], [2], [0]] and not failures
 
 
 def test_rows_of_requests_that_left_the_batch_are_skipped():

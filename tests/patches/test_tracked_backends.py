@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,8 @@ guidance = pytest.importorskip("vllm.v1.structured_output.backend_guidance")
 xgrammar = pytest.importorskip("vllm.v1.structured_output.backend_xgrammar")
 llguidance = pytest.importorskip("llguidance")
 xgr = pytest.importorskip("xgrammar")
+
+from matching import matched  # noqa: E402
 
 from vllm_speedups.masks import tracking  # noqa: E402
 from vllm_speedups.masks.packed import allowed_ids  # noqa: E402
@@ -60,7 +65,7 @@ class XGrammar:
 class Installed:
     """A patch's replacements around stock's methods, every row kept, and the matchers that they drive."""
 
-    def __init__(self, kind, proves: bool = True):
+    def __init__(self, kind, proves: bool = True, budget_mb: float = 4):
         glue, self.kind, self.failures = kind.glue, kind, []
         stock = {
             glue.COMPILE: lambda backend, request_type, regex, stop_token_ids=None: kind.compiled(regex),
@@ -71,8 +76,8 @@ class Installed:
         }
         self.stock, self.backend = stock, SimpleNamespace()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(settings, "_current", settings.Settings(row_cache_mb=4))
-            self.ours = glue.build(Context("", stock, self.failures.append, lambda: proves))
+            patch.setattr(settings, "_current", settings.Settings(row_cache_mb=budget_mb))
+            self.ours = glue.build(Context(matched(kind.name), stock, self.failures.append, lambda: proves))
         self.counts = telemetry.counters(kind.name)
 
     def matcher(self, regex: str, backend=None):
@@ -208,3 +213,61 @@ def test_a_matcher_that_was_moved_past_us_is_filled_by_stock(installed):
             installed.stock[installed.kind.glue.ACCEPT](one, "request", [token])
     assert installed.hits_in(grammar) == 0
     assert torch.equal(installed.row(installed.ours, grammar), installed.row(installed.stock, stock))
+
+
+def resident() -> int:
+    """What this process holds, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_is_flat_over_a_thousand_grammars():
+    patched, held = Installed(XGrammar, budget_mb=0.5), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "ACCOUNT_EVERY", 1)
+        for number in range(1000):
+            grammar = patched.matcher(f"(x{number}|y[a-f]{{1,9}}|z)*")
+            walk(patched, grammar, f"x{number}yabcz".encode())
+            held.append(resident())
+            tracker = grammar._speedups.tracker
+            assert tracker.nbytes <= tracker.budget and tracker.rows.nbytes <= tracker.rows.budget
+    assert patched.counts["networks built"] == 1000 and patched.counts["networks forgotten"] > 900
+    assert patched.counts["grammars forgotten"] > 0 and patched.failures == []
+    assert held[-1] - held[300] < 4 * 2**20
+
+
+@pytest.mark.skipif(matched("xgrammar-states") != xgrammar_states.TWO_COMPILERS, reason="this vLLM has one compiler")
+def test_a_network_reads_the_vocabulary_of_the_compiler_that_its_grammar_came_from():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", additional_special_tokens=["<call>"])
+    options = SimpleNamespace(disable_any_whitespace=False, disable_additional_properties=False)
+    config = SimpleNamespace(structured_outputs_config=options, model_config=None, speculative_config=None)
+    backend = xgrammar.XgrammarBackend(config, tokenizer=fast, vocab_size=len(fast))
+    patched = Installed(XGrammar)
+    patched.ours = xgrammar_states.build(
+        Context(
+            xgrammar_states.TWO_COMPILERS,
+            {**patched.stock, XGrammar.glue.COMPILE: xgrammar.XgrammarBackend.compile_grammar},
+            patched.failures.append,
+        )
+    )
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "a*"}}
+    seen = []
+    for kind, text in (
+        (Kind.JSON, '{"type": "string"}'),
+        (Kind.REGEX, "a*"),
+        (Kind.GRAMMAR, 'root ::= "a"*'),
+        (Kind.GRAMMAR, 'start: "a"*'),
+        (Kind.STRUCTURAL_TAG, json.dumps(tag)),
+    ):
+        grammar = patched.ours[XGrammar.glue.COMPILE](backend, kind, text)
+        _, vocabulary = grammar._speedups.source()
+        assert [vocabulary[token] for token in range(len(vocabulary))] == grammar.ctx.tokenizer_info.decoded_vocab
+        seen.append(vocabulary)
+    assert seen[0] is seen[1] is seen[2] and seen[3] is seen[4] and seen[0] is not seen[3]
+    assert patched.failures == []
