@@ -53,7 +53,12 @@ def fill_through(stock_fill, counts: dict, failed, in_step, broken):
 
     def fill_bitmask(self, bitmask, idx):
         request = self.__dict__.get("_speedups")
-        if request is None or not in_step(self, request):
+        if request is None:
+            return stock_fill(self, bitmask, idx)
+        if request.waits:
+            request.waits -= 1
+            return stock_fill(self, bitmask, idx)
+        if not in_step(self, request):
             return stock_fill(self, bitmask, idx)
         try:
             row = request.look_up()

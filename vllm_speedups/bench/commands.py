@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 from typing import Callable
@@ -33,6 +34,8 @@ def _with_vllm(name: str, run: Callable) -> Callable:
                 file=sys.stderr,
             )
             return 2
+        # vLLM logs to standard output, which is the benchmark's.
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         return run(options)
 
     return checked

@@ -32,8 +32,10 @@ BUILD_AFTER, CHEAP = 0.005, 1e-5
 # Seconds from which on a row is kept under the exact tokens.
 EXPENSIVE = 1e-4
 # Tokens that a request may have behind it when a network appears, and how many of them it walks at each row: where all
-# states are new that is some milliseconds. And rows between two tries of a request that was told to come later.
-CATCH_UP, STRIDE, WAIT = 512, 8, 8
+# states are new that is some milliseconds.
+CATCH_UP, STRIDE = 512, 8
+# Rows between two looks of a request that was told to come later, or whose grammar was cheap for so many fills.
+WAIT, KNOWN_CHEAP = 8, 512
 # What an entry without network and trie costs beside its key, roughly.
 _ENTRY_BYTES = 2000
 # Misses between two looks at what networks and tries hold.
@@ -206,7 +208,7 @@ class Request:
         self.trail = Trail(None, None)
         self.network: object = None  # the network or trie that the trail follows, or False for neither any more
         self.state = None  # the state or node that was last looked up
-        self.waits = 0  # rows left to stock before the next look
+        self.waits = 0  # rows to leave to stock before the next look: the owner counts them down
 
     def look_up(self) -> np.ndarray | None:
         """The row of the place that the tokens lead to, int32 [words], or None if stock has to fill it."""
@@ -216,9 +218,6 @@ class Request:
             if not self._attach():
                 return None
         elif network is False:
-            return None
-        if self.waits:
-            self.waits -= 1
             return None
         try:
             place = self.trail.place(STRIDE)
@@ -267,6 +266,8 @@ class Request:
             grammar.fills += 1
             if grammar.fill_s >= max(BUILD_AFTER, CHEAP * grammar.fills):
                 self.tracker.request_build(grammar, self.source)
+            elif grammar.fills >= KNOWN_CHEAP:
+                self.waits = WAIT
 
     def _attach(self) -> bool:
         """Begin to follow the network, or the trie of a grammar that has none and whose fills are expensive."""
