@@ -72,7 +72,7 @@ def page(facts: Facts, contracts: list) -> str:
     cells = {
         (contract.name, version): cell(contract, version, facts) for contract in contracts for version in newest_first
     }
-    listed = [contract.proof for contract in contracts if contract.proof]
+    listed = list(dict.fromkeys(contract.proof for contract in contracts if contract.proof))
     lines = [
         "# Which patch applies to which vLLM",
         "",
