@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_speedups.masks import tracking
 from vllm_speedups.masks.history import History
 from vllm_speedups.masks.rows import RowCache
-from vllm_speedups.masks.serialized import parse
+from vllm_speedups.masks.serialized import Unnumbered, Unsupported
 from vllm_speedups.masks.tracking import EXPENSIVE, Request, Tracker
 from vllm_speedups.masks.trail import Trail
 from vllm_speedups.masks.worth import ALLOWANCE, FIRST_PAUSE, WINDOW, Worth
@@ -139,16 +140,31 @@ def test_histories_are_forgotten_least_recently_used_first():
     assert tracker.counters["networks forgotten"] > 0
 
 
-def test_a_network_that_declines_falls_back_on_the_history():
+def declined(error: Exception) -> Request:
+    """A request of a grammar whose network could not be built, after an expensive fill."""
     tracker, grammar, _ = request_without_automaton()
-    request = Request(tracker, grammar, source=lambda: (parse("{}"), None))
+
+    def source():
+        raise error
+
+    request = Request(tracker, grammar, source)
     assert request.look_up() is None
-    tracker.build(grammar, request.source)
+    tracker.build(grammar, source)
     assert grammar.reason and grammar.network is None
     request.filled(np.zeros(2, np.int32), 1.0)
     assert request.look_up() is None
     request.filled(np.ones(2, np.int32), 1.0)
-    assert np.array_equal(request.look_up(), np.ones(2, np.int32))
+    return request
+
+
+def test_a_grammar_whose_states_cannot_be_numbered_falls_back_on_the_history():
+    assert np.array_equal(declined(Unnumbered("it is left-recursive")).look_up(), np.ones(2, np.int32))
+
+
+@pytest.mark.parametrize("error", [Unsupported("a rule has a budget"), RuntimeError("no text")])
+def test_a_grammar_that_may_not_be_pure_is_filled_every_time(error):
+    request = declined(error)
+    assert request.look_up() is None and request.grammar.history is None
 
 
 def test_a_source_that_raises_is_a_declined_grammar():

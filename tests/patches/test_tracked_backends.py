@@ -217,6 +217,32 @@ def test_a_matcher_that_was_moved_past_us_is_filled_by_stock(installed):
     assert torch.equal(installed.row(installed.ours, grammar), installed.row(installed.stock, stock))
 
 
+class Budgets(XGrammar):
+    """Grammars with a rule of so many tokens at most: filling a row decides what the matcher does next."""
+
+    @classmethod
+    def compiled(cls, text: str):
+        compiled = cls.compiler.compile_grammar(text)
+        return xgrammar.XgrammarGrammar(cls.size, xgr.GrammarMatcher(compiled, max_rollback_tokens=200), compiled)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_rule_with_a_budget_is_filled_by_stock_every_time(budget):
+    patched, text = Installed(Budgets), f'root ::= a b\na[max_tokens={budget}] ::= [a-z]*\nb ::= [a-z]{{1,9}} "."'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "EXPENSIVE", -1.0)
+        for seed in [*range(5)] * 3:
+            stock, ours, chance = Budgets.compiled(text), patched.matcher(text), random.Random(seed)
+            while not stock.is_terminated():
+                rows = [patched.row(patched.stock, stock), patched.row(patched.ours, ours)]
+                assert torch.equal(*rows)
+                token = chance.choice(allowed_ids(rows[0].numpy(), Budgets.size).tolist())
+                for methods, grammar in ((patched.stock, stock), (patched.ours, ours)):
+                    assert methods[Budgets.glue.ACCEPT](grammar, "request", [token])
+                assert state(stock) == state(ours)
+    assert "budget" in ours._speedups.grammar.reason and patched.failures == []
+
+
 def resident() -> int:
     """What this process holds, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from .pace import Later, Pace
-from .serialized import Automaton, Unsupported, Vocabulary
+from .serialized import Automaton, Unnumbered, Vocabulary
 from .trail import Lost, numbers
 
 # A count in a frame is exact below BELOW; BELOW + d is base + d with the lower bound out of a token's reach; WITHIN + d
@@ -36,7 +36,7 @@ MAX_STATES, MAX_STACKS, MAX_CLOSURE, MAX_REMEMBERED = 1 << 16, 1 << 16, 4096, 1 
 FEW = 128
 
 
-class Full(Unsupported):
+class Full(Unnumbered):
     """The network has met its bounds: a new one over the same automaton would serve."""
 
 
@@ -105,7 +105,7 @@ class Network:
         beyond every bound only means that all counts are told apart. `pace`: when new transitions may be made.
 
         Raises:
-            Unsupported: the grammar is left-recursive at its start.
+            Unnumbered: the grammar is left-recursive at its start.
         """
         self.automaton = automaton
         self.vocabulary = vocabulary
@@ -145,7 +145,7 @@ class Network:
 
         Raises:
             Lost: no item reads that token, so xgrammar and this network disagree.
-            Unsupported: the walk met left recursion; `Full`: it met the bounds of the network.
+            Unnumbered: the walk met left recursion; `Full`: it met the bounds of the network.
             Later: a transition would have to be made, and there is no time for it now.
         """
         state, bases = (place, ()) if place.__class__ is State else place
@@ -397,6 +397,6 @@ class Network:
             state.near[bases] = place
         return place
 
-    def _close_down(self, reason: str, error=Unsupported) -> Unsupported:
+    def _close_down(self, reason: str, error=Unnumbered) -> Unnumbered:
         self.closed = reason
         return error(reason)

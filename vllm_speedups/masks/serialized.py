@@ -23,7 +23,17 @@ _RULE_REST = re.compile(r",(\d+),\[((?:\d+(?:,\d+)*)?)\],(?:true|false),\d+\],\d
 
 
 class Unsupported(Exception):
-    """This grammar cannot be given state ids; `str()` of it says why. Nothing is wrong with any other grammar."""
+    """This grammar cannot be given state ids; `str()` of it says why. Nothing is wrong with any other grammar.
+
+    Its rows must be filled every time: with a budget, filling one changes what the matcher does next.
+    """
+
+
+class Unnumbered(Unsupported):
+    """Its automaton reads bytes and calls rules, nothing else, and yet cannot be given state ids.
+
+    So equal tokens lead to equal rows, and filling a row changes nothing.
+    """
 
 
 @dataclass
@@ -202,7 +212,7 @@ def assemble(edges: list, auxiliary: list, rules: list, root: int, nullable: fro
         repeats={},
         nullable=nullable,
     )
-    cuts = {0}
+    cuts, problem = {0}, ""
     for state, leaving in enumerate(edges):
         for kind, value, target in leaving:
             if kind >= 0:
@@ -216,14 +226,17 @@ def assemble(edges: list, auxiliary: list, rules: list, root: int, nullable: fro
             elif kind == REPEAT:
                 rule, lower, upper = auxiliary[value : value + 3]
                 if len(leaving) > 1:
-                    raise Unsupported("a repeat edge beside others")
+                    problem = "a repeat edge beside others"
                 if rule in nullable:
-                    raise Unsupported("a counted repetition of a rule that may be empty")
+                    problem = "a counted repetition of a rule that may be empty"
                 if not 0 <= lower <= upper:
-                    raise Unsupported("a repetition without an upper bound")
+                    problem = "a repetition without an upper bound"
                 automaton.repeats[state] = (rule, lower, upper, target)
             else:
                 raise Unsupported(f"it has {_NAMES.get(kind, 'unknown')} edges")
+    # Not before every edge was seen: one of another kind says more.
+    if problem:
+        raise Unnumbered(problem)
     _give_owners(automaton, edges, rules)
     _check_nullable(automaton, edges, auxiliary, rules)
     if not max(cuts) <= 256:
@@ -242,7 +255,7 @@ def _give_owners(automaton: Automaton, edges: list, rules: list) -> None:
     owner = [-1] * len(automaton.final)
     for rule, (start, ends) in enumerate(rules):
         if owner[start] not in (-1, rule):
-            raise Unsupported("two rules share a state")
+            raise Unnumbered("two rules share a state")
         owner[start], work = rule, [start]
         while work:
             state = work.pop()
@@ -251,7 +264,7 @@ def _give_owners(automaton: Automaton, edges: list, rules: list) -> None:
                     owner[target] = rule
                     work.append(target)
                 elif owner[target] != rule:
-                    raise Unsupported("two rules share a state")
+                    raise Unnumbered("two rules share a state")
         for state in ends:
             if owner[state] == rule:
                 automaton.final[state] = 1
@@ -277,9 +290,9 @@ def _check_nullable(automaton: Automaton, edges: list, auxiliary: list, rules: l
             if rule in unlisted:
                 callers.append(rule)
                 if state in entered or state not in starts:
-                    raise Unsupported("a rule may be empty, and xgrammar does not list it")
+                    raise Unnumbered("a rule may be empty, and xgrammar does not list it")
     if len(callers) > len(set(callers)) or any(rule in unlisted for rule, *_ in automaton.repeats.values()):
-        raise Unsupported("a rule may be empty, and xgrammar does not list it")
+        raise Unnumbered("a rule may be empty, and xgrammar does not list it")
 
 
 def _nullable(edges: list, auxiliary: list, rules: list) -> frozenset:

@@ -20,7 +20,7 @@ from .history import History
 from .network import Full, Network, State
 from .pace import Later, Pace
 from .rows import GrammarRows, RowCache, key_bytes
-from .serialized import Unsupported
+from .serialized import Unnumbered, Unsupported
 from .trail import Lost, Trail
 from .worth import Worth
 
@@ -69,6 +69,7 @@ class Grammar:
         "fill_s",
         "fills",
         "history",
+        "keeps",
         "key",
         "misses",
         "network",
@@ -84,6 +85,7 @@ class Grammar:
         self.history: History | None = None
         self.worth = Worth()
         self.reason = ""  # why it has no network, and will not get one
+        self.keeps = False  # whether, then, rows may be kept under the exact tokens
         self.fill_s = 0.0  # seconds that stock filled before the network was asked for
         self.fills = 0
         self.dear = False  # whether a fill was ever expensive
@@ -147,7 +149,7 @@ class Tracker:
             self.counters["networks built"] += 1
             self.account(grammar)
         except Unsupported as error:
-            self.decline(grammar, str(error))
+            self.decline(grammar, str(error), keeps=isinstance(error, Unnumbered))
         except Exception as error:
             logger.warning("vllm-speedups: no state ids for a grammar, its rows are filled by stock: %r", error)
             self.decline(grammar, f"unexpected {type(error).__name__}")
@@ -156,9 +158,9 @@ class Tracker:
         while True:
             self.build(*self._jobs.get())
 
-    def decline(self, grammar: Grammar, reason: str) -> None:
-        """Give no state ids for this grammar any more; its expensive rows are kept under the exact tokens."""
-        grammar.network, grammar.reason = None, reason
+    def decline(self, grammar: Grammar, reason: str, keeps: bool = False) -> None:
+        """Give no state ids for this grammar any more. `keeps`: its expensive rows are kept under the exact tokens."""
+        grammar.network, grammar.reason, grammar.keeps = None, reason, keeps
         self.counters[f"declined: {reason}"] += 1
 
     def refresh(self, grammar: Grammar, network: Network) -> None:
@@ -170,7 +172,7 @@ class Tracker:
             grammar.network = Network(network.automaton, network.vocabulary, network.horizon, self.pace)
             self.counters["networks begun anew"] += 1
         else:
-            self.decline(grammar, network.closed or "its network is full")
+            self.decline(grammar, network.closed or "its network is full", keeps=True)
 
     def account(self, grammar: Grammar) -> None:
         """Count what a grammar holds, and forget the least recently used ones past the budget."""
@@ -277,7 +279,7 @@ class Request:
             if not grammar.worth.walking or len(trail.tokens) > CATCH_UP:
                 self.network = False
                 return False
-        elif grammar.dear and (grammar.reason or not self.source):
+        elif grammar.dear and (grammar.keeps or not self.source):
             if grammar.history is None:
                 grammar.history = History()
             network = grammar.history
@@ -302,4 +304,4 @@ class Request:
         elif isinstance(error, Full):
             self.tracker.refresh(grammar, network)
         elif grammar.network is network:
-            self.tracker.decline(grammar, str(error))
+            self.tracker.decline(grammar, str(error), keeps=isinstance(error, Unnumbered))
