@@ -31,18 +31,6 @@ def tracker(counts: dict) -> Tracker:
     return Tracker(RowCache(row_budget(), counts), int(row_budget() / 4), counts)
 
 
-def reset_through(stock_reset):
-    """The `reset(self)` of a grammar class whose instances carry a `Request` as `_speedups`."""
-
-    def reset(self):
-        request = self.__dict__.get("_speedups")
-        stock_reset(self)
-        if request is not None:
-            request.trail.reset()
-
-    return reset
-
-
 def fill_through(stock_fill, counts: dict, failed, in_step, broken):
     """The `fill_bitmask(self, bitmask, idx)` of a grammar class whose instances carry a `Request` as `_speedups`.
 

@@ -7,7 +7,7 @@ import torch
 from vllm_speedups.masks.packed import words_for
 from vllm_speedups.masks.rows import RowCache
 from vllm_speedups.masks.tracking import EXPENSIVE, Request, Tracker
-from vllm_speedups.patches.tracked import fill_through, reset_through, serial_of, tracker
+from vllm_speedups.patches.tracked import fill_through, serial_of, tracker
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -43,10 +43,10 @@ def build(context) -> dict:
         stopped = self.ll_matcher.is_stopped()
         accepted = stock_accept(self, request_id, tokens)
         if not stopped:
-            if accepted:
+            if accepted and (len(tokens) == 1 or not self.ll_matcher.is_stopped()):
                 request.trail.tokens.extend(tokens)
             else:
-                # How many of the tokens a matcher took before it refused one, it does not say.
+                # How many of the tokens a matcher took before it refused one, or ended, it does not say.
                 del self._speedups
         return accepted
 
@@ -62,12 +62,20 @@ def build(context) -> dict:
         else:
             request.trail.rollback(count)
 
+    def reset(self):
+        # llguidance forgets its tokens and not all that followed from them: nobody can say where it then is.
+        self.__dict__.pop("_speedups", None)
+        return stock_reset(self)
+
+    def in_step(self, request):
+        # Asking a matcher about a token outside of its vocabulary breaks it too.
+        return not self.ll_matcher.is_error()
+
     def broken(self):
         # Such a matcher allows only the end of the text, and not for what it was given.
         return self.ll_matcher.is_error()
 
-    reset = reset_through(stock_reset)
-    fill_bitmask = fill_through(stock_fill, counts, context.failed, lambda grammar, request: True, broken)
+    fill_bitmask = fill_through(stock_fill, counts, context.failed, in_step, broken)
     return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
 
 

@@ -13,7 +13,7 @@ from vllm_speedups.masks.printed import parse_printed
 from vllm_speedups.masks.rows import RowCache
 from vllm_speedups.masks.serialized import Automaton, Unsupported, Vocabulary, parse
 from vllm_speedups.masks.tracking import Request, Tracker
-from vllm_speedups.patches.tracked import fill_through, reset_through, serial_of, tracker
+from vllm_speedups.patches.tracked import fill_through, serial_of, tracker
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -154,11 +154,16 @@ def build(context) -> dict:
         if request is not None:
             request.trail.rollback(before - self.num_processed_tokens)
 
+    def reset(self):
+        request = self.__dict__.get("_speedups")
+        stock_reset(self)
+        if request is not None:
+            request.trail.reset()
+
     def in_step(self, request):
         # Stock raises for a matcher that has ended; and whoever moved the matcher past us made our count wrong.
         return not self._is_terminated and len(request.trail.tokens) == self.num_processed_tokens
 
-    reset = reset_through(stock_reset)
     fill_bitmask = fill_through(stock_fill, counts, context.failed, in_step, lambda grammar: False)
     return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
 

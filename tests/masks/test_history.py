@@ -74,7 +74,7 @@ def test_walking_that_never_pays_pauses_and_is_tried_again_ever_more_seldom():
     for _ in range(3):
         while worth.walking:
             walked += 320e-6
-            worth.miss(walked, 9e-6)
+            worth.miss(320e-6, 9e-6)
         idle = 0
         while not worth.walking:
             worth.idle()
@@ -85,10 +85,9 @@ def test_walking_that_never_pays_pauses_and_is_tried_again_ever_more_seldom():
 
 
 def test_walking_that_is_dear_at_first_and_saves_more_goes_on():
-    worth, walked = Worth(), 0.0
+    worth = Worth()
     for _ in range(2000):
-        walked += 400e-6
-        assert worth.miss(walked, 2e-3)
+        assert worth.miss(400e-6, 2e-3)
         worth.hit(10e-6)
     for _ in range(1000):
         worth.hit(2e-3)
@@ -98,9 +97,9 @@ def test_walking_that_is_dear_at_first_and_saves_more_goes_on():
 def test_one_long_walk_for_one_row_is_no_verdict():
     worth = Worth()
     assert worth.miss(0.2, 1e-3)
-    for step in range(100):
+    for _ in range(100):
         worth.hit(1e-3)
-        assert worth.miss(0.2 + 1e-5 * step, 1e-3)
+        assert worth.miss(1e-5, 1e-3)
 
 
 def request_without_automaton(budget=2**20):

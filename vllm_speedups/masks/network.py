@@ -114,7 +114,7 @@ class Network:
             widest = max((upper for _, _, upper, _ in automaton.repeats.values()), default=0)
             horizon = vocabulary.longest if widest > FEW else widest
         self.horizon = horizon
-        self.walk_s = 0.0  # seconds spent on transitions that were not remembered
+        self.walk_s = 0.0  # seconds spent on transitions that were not remembered, since the owner last set it back
         self.closed: str | None = None
         self._size = len(automaton.final)
         self._after = [_After(self, byte_class) for byte_class in range(max(automaton.classes) + 1)]

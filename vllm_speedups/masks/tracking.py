@@ -249,10 +249,12 @@ class Request:
         if state.__class__ is not State:
             if seconds < EXPENSIVE:
                 return
-        elif not grammar.worth.miss(self.network.walk_s, seconds):
-            self.tracker.counters["walks paused"] += 1
-            self._leave()
-            return
+        else:
+            walked, self.network.walk_s = self.network.walk_s, 0.0
+            if not grammar.worth.miss(walked, seconds):
+                self.tracker.counters["walks paused"] += 1
+                self._leave()
+                return
         state.cost = seconds
         grammar.rows.put(state.number, row)
         grammar.misses += 1

@@ -24,12 +24,11 @@ class Worth:
     again (palindromes: new stacks for ever) costs 0.1 us a token in the end.
     """
 
-    __slots__ = ("_at", "_before", "_filled", "_misses", "_pause", "_waits", "balance", "walking")
+    __slots__ = ("_before", "_filled", "_misses", "_pause", "_waits", "balance", "walking")
 
     def __init__(self) -> None:
         self.walking = True
         self.balance = 0.0
-        self._at = 0.0  # seconds walked, as of the last miss
         self._before = 0.0  # the balance when the window began
         self._filled = 0.0  # seconds that stock filled in this window
         self._misses = 0  # in this trial
@@ -40,10 +39,9 @@ class Worth:
         """A row was copied that had taken stock `cost` seconds to fill."""
         self.balance += cost - HIT_S
 
-    def miss(self, walk_s: float, cost: float) -> bool:
-        """A row had to be filled, in `cost` seconds. `walk_s`: all seconds walked so far. Returns whether to go on."""
-        balance = self.balance = min(self.balance - (walk_s - self._at) - MISS_S, CREDIT)
-        self._at = walk_s
+    def miss(self, walked: float, cost: float) -> bool:
+        """A row had to be filled, in `cost` seconds. `walked`: seconds walked since the last miss. Whether to go on."""
+        balance = self.balance = min(self.balance - walked - MISS_S, CREDIT)
         self._filled += cost
         self._misses += 1
         if self._misses % WINDOW == 0:
