@@ -10,7 +10,7 @@ READY  := $(VENV)/ready-vllm-$(VLLM)
 .PHONY: help demo test test-fast lint doctor facts compatibility soak-states clean
 
 help:
-	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (about 6 minutes, the first time)"
+	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
 	@echo "make test         the whole test suite, its environment included"
 	@echo "make test-fast    the tests that start no engine"
 	@echo "make lint         ruff"

@@ -29,10 +29,11 @@ def examine() -> dict:
     """Look for vLLM, apply the patches in this process, probes included, and take them back."""
     warnings: list = []
     chosen = settings.read(os.environ, warnings.append)
+    found = find_vllm()
     report = {
         "vllm_speedups": __version__,
-        "vllm": find_vllm(),
-        "loaded_by_vllm": _loaded_by_vllm(),
+        "vllm": found,
+        "loaded_by_vllm": _loaded_by_vllm(found),
         "settings": dataclasses.asdict(chosen),
         "warnings": warnings,
         "patches": [],
@@ -80,13 +81,13 @@ def find_vllm() -> dict | None:
     return {"distribution": None, "version": None, "location": str(folder)}
 
 
-def _loaded_by_vllm() -> dict:
+def _loaded_by_vllm(found: dict | None) -> dict:
     """Whether vLLM would load the plugin in this environment, and why not."""
     installed = any(
         point.name == ENTRY_POINT for point in importlib_metadata.entry_points(group="vllm.general_plugins")
     )
     choice = os.environ.get("VLLM_PLUGINS")
-    if find_vllm() is None:
+    if found is None:
         return {"yes": False, "why": "there is no vLLM in this environment"}
     if not installed:
         return {"yes": False, "why": "its entry point is not installed: pip install vllm-speedups"}

@@ -76,7 +76,6 @@ def _extender(context, hasher: PrefixHasher, stock_hasher):
 
     def extend(request, start, num_tokens):
         nonlocal failures
-        failure = None
         if failures >= _PATIENCE:
             return stock_hasher(request)
         try:
@@ -97,13 +96,12 @@ def _extender(context, hasher: PrefixHasher, stock_hasher):
                 return hasher.extend(tokens, start, runs, parent)
             counts["requests left to stock"] += 1
         except Exception as error:
-            failure = error
-        digests = stock_hasher(request)
-        if failure is not None:
-            # Counted only where stock did not raise too.
+            # Counted only where stock does not raise too.
+            digests = stock_hasher(request)
             failures += 1
-            context.failed(failure)
-        return digests
+            context.failed(error)
+            return digests
+        return stock_hasher(request)
 
     return extend
 
