@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
+
+import numpy as np
 
 from vllm_speedups import settings
 from vllm_speedups.masks.rows import RowCache
 from vllm_speedups.masks.tracking import Arrays, Tracker
+from vllm_speedups.telemetry import gauge
 
 _serials = itertools.count()
 
@@ -26,18 +30,41 @@ def row_budget() -> int:
     return int(settings.current().row_cache_mb * 2**20)
 
 
-def tracker(counts: dict) -> Tracker:
-    """A tracker with a row cache of its own. Networks and tries get a quarter of the rows' budget beside it."""
-    return Tracker(RowCache(row_budget(), counts), int(row_budget() / 4), counts)
+def tracker(patch: str, counts: dict) -> Tracker:
+    """A patch's tracker with a row cache of its own. Networks and tries get a quarter of the rows' budget beside it."""
+    made = Tracker(RowCache(row_budget(), counts), int(row_budget() / 4), counts)
+    gauge(patch, "bytes", lambda: made.nbytes + made.rows.nbytes)
+    gauge(patch, "grammars", lambda: len(made))
+    return made
 
 
-def fill_through(stock_fill, counts: dict, failed, in_step, broken):
+def check_row(context, stock_fill, grammar, bitmask, idx: int, row: np.ndarray, key: tuple, state, tokens) -> None:
+    """Have stock fill row `idx` and compare `row`, which came from the cache under `key` and `state`, with it."""
+    stock_fill(grammar, bitmask, idx)
+    filled = bitmask.numpy()[idx]
+    if np.array_equal(filled, row):
+        return
+    kind, specification = key[1], str(key[2])
+    words = np.flatnonzero(filled != row)
+    facts = {
+        "grammar": f"{kind}, {len(specification)} characters, "
+        f"sha256 {hashlib.sha256(specification.encode(errors='surrogatepass')).hexdigest()}",
+        "state": repr(state),
+        "words that differ": f"{len(words)} of {len(row)}, the first at {words[0]}",
+        "stock": int(filled[words[0]]),
+        "ours": int(row[words[0]]),
+    }
+    context.differed(facts, {"specification": specification, "tokens": None if tokens is None else list(tokens)})
+
+
+def fill_through(stock_fill, counts: dict, context, in_step, broken):
     """The `fill_bitmask(self, bitmask, idx)` of a grammar class whose instances carry a `Request` as `_speedups`.
 
     `in_step(grammar, request)`: whether the request still knows what the matcher holds; stock fills where it does not.
     `broken(grammar)`: whether the matcher broke down while it filled; its rows are then not those of its tokens.
     """
     clock, array_of = time.perf_counter, Arrays()
+    failed, verifies = context.failed, context.verifies
 
     def fill_bitmask(self, bitmask, idx):
         request = self.__dict__.get("_speedups")
@@ -55,7 +82,11 @@ def fill_through(stock_fill, counts: dict, failed, in_step, broken):
                 if len(row) == array.shape[1]:
                     array[idx] = row
                     counts["hits"] += 1
-                    return None
+                    if verifies is None or not verifies():
+                        return None
+                    grammar = request.grammar
+                    place = request.state.number, request.trail.tokens
+                    return check_row(context, stock_fill, self, bitmask, idx, row, grammar.key, *place)
         except Exception as error:
             del self._speedups
             stock_fill(self, bitmask, idx)

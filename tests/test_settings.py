@@ -24,6 +24,10 @@ DEFAULTS = {
     "mask_cache_mb": 256,
     "row_cache_mb": 256,
     "prefix_memo_mb": 64,
+    "verify": 0,
+    "verify_dump": None,
+    "status": True,
+    "log_minutes": 5,
 }
 
 
@@ -71,6 +75,26 @@ def test_switches(text, strict, warned):
     found, warnings = read(**{settings.STRICT: text})
     assert found.strict is strict and len(warnings) == warned
     assert all(settings.STRICT in warning and repr(text) in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("variable", "field", "text", "value", "warned"),
+    [
+        (settings.VERIFY, "verify", "0.01", 0.01, 0),
+        (settings.VERIFY, "verify", "1", 1, 0),
+        *[(settings.VERIFY, "verify", text, 0, 1) for text in ("1.5", "-1", "nan", "yes", "5%")],
+        (settings.VERIFY_DUMP, "verify_dump", " some/folder ", "some/folder", 0),
+        (settings.STATUS, "status", "0", False, 0),
+        (settings.STATUS, "status", "perhaps", True, 1),
+        (settings.LOG_MINUTES, "log_minutes", "0", 0, 0),
+        (settings.LOG_MINUTES, "log_minutes", "0.5", 0.5, 0),
+        (settings.LOG_MINUTES, "log_minutes", "inf", 5, 1),
+    ],
+)
+def test_what_is_checked_and_told(variable, field, text, value, warned):
+    found, warnings = read(**{variable: text})
+    assert dataclasses.asdict(found) == {**DEFAULTS, field: value} and len(warnings) == warned
+    assert all(variable in warning and repr(text) in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: vllm-speedups doctor | audit | diff | demo | bench."""
+"""The command line: vllm-speedups doctor | status | audit | diff | demo | bench."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from . import __version__, audit, differences, doctor
+from . import __version__, audit, differences, doctor, status
 
 
 def main(argv: list | None = None) -> int:
@@ -19,6 +19,7 @@ def main(argv: list | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=doctor.run)
 
+    status.add_command(commands)
     audit.add_command(commands)
     differences.add_command(commands)
 

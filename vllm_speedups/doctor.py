@@ -115,7 +115,9 @@ def text(report: dict) -> str:
     values = report["settings"]
     for variable, key in zip(settings.VARIABLES, values):
         value = values[key]
-        shown = (",".join(value) or "(none)") if isinstance(value, (tuple, list)) else f"{float(value):g}"
+        if isinstance(value, (tuple, list)):
+            value = ",".join(value)
+        shown = f"{float(value):g}" if isinstance(value, (bool, int, float)) else value or "(none)"
         lines.append(f"  {variable:32} {shown}")
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)

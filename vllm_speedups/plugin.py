@@ -9,8 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
-from . import __version__, settings
-from .patching import DECLINED, DISABLED, Patch, apply, load
+import wrapt
+
+from . import __version__, settings, telemetry
+from .metrics import Collector
+from .patching import DECLINED, DISABLED, Patch, Verification, apply, load
+from .reporter import Reporter
+from .status import line
 
 logger = logging.getLogger("vllm.speedups")
 
@@ -64,9 +69,11 @@ def _register() -> list:
             patches = discover()
             for warning in chosen.unknown({patch.name for patch in patches}):
                 logger.warning("%s", warning)
-            apply(patches, vllm_version(), chosen.disables, eager=chosen.strict)
+            verification = Verification(chosen.verify, chosen.verify_dump)
+            apply(patches, vllm_version(), chosen.disables, eager=chosen.strict, verification=verification)
             _patches = patches
             _inform(summary(patches))
+            _report(chosen)
         return [patch for patch in _patches if patch.status == DECLINED]
 
 
@@ -80,6 +87,38 @@ def revert() -> None:
     for patch in patches():
         if patch.active:
             patch.revert()
+
+
+def state() -> dict:
+    """What the patches are and did in this process, as `vllm-speedups status` shows it. Plain JSON."""
+    counted = telemetry.snapshot()
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "vllm_speedups": __version__,
+        "vllm": vllm_version(),
+        "patches": [
+            {
+                "name": patch.name,
+                "status": patch.status,
+                "reason": patch.reason,
+                "failures": patch.failures,
+                "verified": patch.verified,
+                "differences": patch.differences,
+                "counters": counted.get(patch.name, {}),
+            }
+            for patch in patches()
+        ],
+    }
+
+
+def _report(chosen: settings.Settings) -> None:
+    """Let the process be asked: by `vllm-speedups status`, by Prometheus, and by whoever reads its log."""
+    Reporter(state, line, chosen.status, chosen.log_minutes).start()
+    if chosen.status:
+        wrapt.register_post_import_hook(
+            lambda module: module.REGISTRY.register(Collector(state)), "prometheus_client.registry"
+        )
 
 
 def vllm_version() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Callable
@@ -17,12 +18,27 @@ STRICT = "VLLM_SPEEDUPS_STRICT"
 MASK_CACHE_MB = "VLLM_SPEEDUPS_MASK_CACHE_MB"
 ROW_CACHE_MB = "VLLM_SPEEDUPS_ROW_CACHE_MB"
 PREFIX_MEMO_MB = "VLLM_SPEEDUPS_PREFIX_MEMO_MB"
-VARIABLES = (DISABLE, ENABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB)
+VERIFY = "VLLM_SPEEDUPS_VERIFY"
+VERIFY_DUMP = "VLLM_SPEEDUPS_VERIFY_DUMP"
+STATUS = "VLLM_SPEEDUPS_STATUS"
+LOG_MINUTES = "VLLM_SPEEDUPS_LOG_MINUTES"
+VARIABLES = (
+    DISABLE,
+    ENABLE,
+    STRICT,
+    MASK_CACHE_MB,
+    ROW_CACHE_MB,
+    PREFIX_MEMO_MB,
+    VERIFY,
+    VERIFY_DUMP,
+    STATUS,
+    LOG_MINUTES,
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force in this process. Budgets are in MiB."""
+    """What is in force in this process, in the order of VARIABLES. Budgets are in MiB, `verify` is a share."""
 
     disable: tuple = ()
     enable: tuple = ()
@@ -30,6 +46,10 @@ class Settings:
     mask_cache_mb: float = 256
     row_cache_mb: float = 256
     prefix_memo_mb: float = 64
+    verify: float = 0
+    verify_dump: str | None = None
+    status: bool = True
+    log_minutes: float = 5
 
     def disables(self, patch) -> str:
         """Why a patch, anything with `name` and `off_by_default`, stays off; empty where it does not."""
@@ -52,7 +72,7 @@ class Settings:
 def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
     """Settings from an environment. A value that makes no sense is warned about, once, and the default is used."""
 
-    def budget(variable: str, default: float) -> float:
+    def number(variable: str, default: float, most: float, what: str) -> float:
         text = environ.get(variable)
         if text is None or not text.strip():
             return default
@@ -60,22 +80,27 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
             value = float(text)
         except ValueError:
             value = -1.0
-        # In bytes it must be finite too.
-        if not 0 <= value * 2**20 < float("inf"):
-            warn(f"{variable}={text!r} is not a number of MiB, 0 or more: the default, {default:g}, is used")
+        if not 0 <= value <= most:
+            warn(f"{variable}={text!r} is not {what}: the default, {default:g}, is used")
             return default
         return value
+
+    def budget(variable: str, default: float) -> float:
+        # In bytes it must be finite too.
+        return number(variable, default, sys.float_info.max / 2**20, "a number of MiB, 0 or more")
 
     def names(variable: str) -> tuple:
         return tuple(name for name in environ.get(variable, "").replace(" ", "").split(",") if name)
 
-    def switch(variable: str) -> bool:
+    def switch(variable: str, default: bool = False) -> bool:
         text = environ.get(variable, "").strip().lower()
-        if text in ("", "0", "false", "no", "off"):
+        if text == "":
+            return default
+        if text in ("0", "false", "no", "off"):
             return False
         if text not in ("1", "true", "yes", "on"):
-            warn(f"{variable}={environ[variable]!r} is neither 0 nor 1: it counts as 0")
-            return False
+            warn(f"{variable}={environ[variable]!r} is neither 0 nor 1: it counts as {default:d}")
+            return default
         return True
 
     return Settings(
@@ -85,6 +110,10 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
         mask_cache_mb=budget(MASK_CACHE_MB, Settings.mask_cache_mb),
         row_cache_mb=budget(ROW_CACHE_MB, Settings.row_cache_mb),
         prefix_memo_mb=budget(PREFIX_MEMO_MB, Settings.prefix_memo_mb),
+        verify=number(VERIFY, Settings.verify, 1, "a share between 0 and 1"),
+        verify_dump=environ.get(VERIFY_DUMP, "").strip() or None,
+        status=switch(STATUS, Settings.status),
+        log_minutes=number(LOG_MINUTES, Settings.log_minutes, 1e6, "a number of minutes, 0 or more"),
     )
 
 

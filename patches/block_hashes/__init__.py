@@ -10,20 +10,19 @@ from types import SimpleNamespace
 from vllm_speedups import settings
 from vllm_speedups.patching import Declined
 from vllm_speedups.prefix import PrefixHasher, PrefixMemo, find
-from vllm_speedups.telemetry import counters
+from vllm_speedups.telemetry import counters, gauge
 
 MODULE = "vllm.v1.core.kv_cache_utils"
 TARGET = f"{MODULE}:get_request_block_hasher"
 EXTRA_KEYS = f"{MODULE}:generate_block_hash_extra_keys"
 HASHING = "vllm.utils.hashing"
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
-# After this many failures of one hasher only stock is asked: a hasher outlives the revert of the patch.
-_PATIENCE = 3
 
 
 def build(context) -> dict:
     """The factory of hashers, around one memo of VLLM_SPEEDUPS_PREFIX_MEMO_MB."""
     memo = PrefixMemo(int(settings.current().prefix_memo_mb * 2**20))
+    gauge("block-hashes", "bytes", lambda: memo.nbytes)
     return {TARGET: _factory(context, memo, counters("block-hashes"))}
 
 
@@ -72,12 +71,20 @@ def _extender(context, hasher: PrefixHasher, stock_hasher):
     constant_list = context.stock.get("vllm.v1.utils:ConstantList")
     extra_keys = context.stock[EXTRA_KEYS]
     block_size, counts = hasher.block_size, hasher.counts
-    failures = 0
+    live, verifies = context.live, context.verifies
 
     def extend(request, start, num_tokens):
-        nonlocal failures
-        if failures >= _PATIENCE:
+        # A hasher outlives the revert of the patch.
+        if not live():
             return stock_hasher(request)
+        if verifies is None or not verifies():
+            return hashed(request, start, num_tokens)
+        ours, stock = hashed(request, start, num_tokens), stock_hasher(request)
+        if ours != stock:
+            _tell(context, hasher, request, start, ours, stock)
+        return stock
+
+    def hashed(request, start, num_tokens):
         try:
             blocks = (num_tokens - start) // block_size
             known, tokens = request.block_hashes, request.all_token_ids
@@ -98,12 +105,33 @@ def _extender(context, hasher: PrefixHasher, stock_hasher):
         except Exception as error:
             # Counted only where stock does not raise too.
             digests = stock_hasher(request)
-            failures += 1
             context.failed(error)
             return digests
         return stock_hasher(request)
 
     return extend
+
+
+def _tell(context, hasher: PrefixHasher, request, start: int, ours: list, stock: list) -> None:
+    """Report hashes, from token `start` on, that are not stock's."""
+    first = next((at for at, pair in enumerate(zip(ours, stock)) if pair[0] != pair[1]), min(len(ours), len(stock)))
+    kinds = [name for name in ("lora_request", "cache_salt", "mm_features", "prompt_embeds") if _given(request, name)]
+    facts = {
+        "algorithm": hasher.algorithm.name,
+        "block size": hasher.block_size,
+        "hashes from token": start,
+        "hashes": {"stock": len(stock), "ours": len(ours)},
+        "first that differs": first,
+        "request has": kinds or "tokens only",
+    }
+    private = {"tokens": list(request.all_token_ids), **{name: _given(request, name) for name in kinds}}
+    hashes = {"stock": [digest.hex() for digest in stock], "ours": [digest.hex() for digest in ours]}
+    context.differed(facts, {**private, "all hashes": hashes})
+
+
+def _given(request, name: str):
+    value = getattr(request, name, None)
+    return value if value is not None and not (isinstance(value, (list, tuple)) and not value) else None
 
 
 def _runs(request, start: int, blocks: int, block_size: int, extra_keys) -> list:

@@ -9,9 +9,10 @@ import torch
 
 from vllm_speedups import settings
 from vllm_speedups.masks.apply import MaskApplier
+from vllm_speedups.masks.device import VIEWS
 from vllm_speedups.masks.packed import WORD, words_for
 from vllm_speedups.patching import Declined
-from vllm_speedups.telemetry import counters
+from vllm_speedups.telemetry import counters, gauge
 
 TARGET = "vllm.v1.structured_output.utils:apply_grammar_bitmask"
 # The form in which every request has the same number of rows in the bitmask, whatever it speculates in this step.
@@ -23,18 +24,55 @@ def build(context) -> dict:
     stock = context.stock[TARGET]
     counts = counters("grammar-masks")
     applier = MaskApplier(int(settings.current().mask_cache_mb * 2**20), counts)
+    gauge("grammar-masks", "bytes", lambda: applier.table.nbytes)
+    gauge("grammar-masks", "masks", lambda: len(applier.table))
     strided, warned = context.form == STRIDED, False
+    verifies = context.verifies
 
     def apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits):
         nonlocal warned
         rows = grammar_output.grammar_bitmask
         if not applier.supports(logits) or rows.dtype != np.int32:
-            counts["stock"] += 1
+            counts["left to stock"] += 1
             return stock(scheduler_output, grammar_output, input_batch, logits)
         if not warned and rows.shape[1] * WORD < logits.shape[1]:
             # xgrammar tells the user, once, that some logits are past the bitmask: let it.
             warned = True
             return stock(scheduler_output, grammar_output, input_batch, logits)
+        if verifies is not None and verifies():
+            return checked(scheduler_output, grammar_output, input_batch, logits)
+        return masked(scheduler_output, grammar_output, input_batch, logits)
+
+    def checked(scheduler_output, grammar_output, input_batch, logits):
+        """Ours on the logits, stock on a copy of them: stock's bits are what stays."""
+        expected = _copy(logits)
+        masked(scheduler_output, grammar_output, input_batch, logits)
+        stock(scheduler_output, grammar_output, input_batch, expected)
+        ours, theirs = (one.detach().view(VIEWS[logits.dtype]) for one in (logits, expected))
+        if torch.equal(ours, theirs):
+            return
+        # A half NaN may come back from stock's float32 with other bits: still NaN.
+        different = (ours != theirs) & ~(logits.isnan() & expected.isnan())
+        if different.any():
+            row, column = different.nonzero()[0].tolist()
+            facts = {
+                "logits": f"{logits.dtype} {tuple(logits.shape)}, strides {logits.stride()}",
+                "first that differs": [row, column],
+                "stock": hex(int(theirs[row, column])),
+                "ours": hex(int(ours[row, column])),
+                "rows": list(grammar_output.grammar_bitmask.shape),
+            }
+            logits.copy_(expected)
+            requests = {
+                "guided": list(grammar_output.structured_output_request_ids),
+                "batch": list(input_batch.req_ids),
+                "speculative tokens": dict(scheduler_output.scheduled_spec_decode_tokens),
+                "bitmask": grammar_output.grammar_bitmask.tolist(),
+            }
+            context.differed(facts, requests)
+
+    def masked(scheduler_output, grammar_output, input_batch, logits):
+        rows = grammar_output.grammar_bitmask
         try:
             guided = grammar_output.structured_output_request_ids
             stride = len(rows) // len(guided) if strided else None
@@ -51,6 +89,14 @@ def build(context) -> dict:
         return None
 
     return {TARGET: apply_grammar_bitmask}
+
+
+def _copy(logits: torch.Tensor) -> torch.Tensor:
+    """A copy, with room behind it: where logits end inside of a word, xgrammar 0.2.8's kernel may write past them."""
+    buffer = torch.empty(logits.numel() + 2 * WORD, dtype=logits.dtype)
+    copy = buffer[: logits.numel()].view(logits.shape)
+    copy.copy_(logits.detach())
+    return copy
 
 
 def _places(spec_tokens: dict, guided: list, req_ids: list, stride: int | None) -> tuple:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 from vllm_speedups.masks.packed import words_for
@@ -25,7 +27,7 @@ def build(context) -> dict:
         context.stock[path] for path in (COMPILE, ACCEPT, ROLLBACK, RESET, FILL)
     )
     counts = counters("guidance-history")
-    grammars = tracker(counts)
+    grammars = tracker("guidance-history", counts)
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
         grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
@@ -75,7 +77,7 @@ def build(context) -> dict:
         # Such a matcher allows only the end of the text, and not for what it was given.
         return self.ll_matcher.is_error()
 
-    fill_bitmask = fill_through(stock_fill, counts, context.failed, in_step, broken)
+    fill_bitmask = fill_through(stock_fill, counts, context, in_step, broken)
     return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
 
 
@@ -87,7 +89,7 @@ def probe(context, replacements) -> None:
     tokenizer = llguidance.LLTokenizer("byte")
     size, eos = tokenizer.vocab_size, tokenizer.eos_token
     specification = llguidance.grammar_from("regex", "(ab|ac?)+b")
-    grammars = Tracker(RowCache(2**20), 2**20, counters("guidance-history probe"))
+    grammars = Tracker(RowCache(2**20), 2**20, defaultdict(int))
     known = grammars.grammar("probe")
     known.dear = True
     for path in (b"abb", b"acab", b"ab", b"abz", b"aaaab"):

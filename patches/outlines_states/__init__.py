@@ -6,9 +6,9 @@ import torch
 
 from vllm_speedups.masks.packed import words_for
 from vllm_speedups.masks.rows import RowCache
-from vllm_speedups.patches.tracked import row_budget, serial_of
+from vllm_speedups.patches.tracked import check_row, row_budget, serial_of
 from vllm_speedups.patching import Declined
-from vllm_speedups.telemetry import counters
+from vllm_speedups.telemetry import counters, gauge
 
 MODULE = "vllm.v1.structured_output.backend_outlines"
 COMPILE = f"{MODULE}:OutlinesBackend.compile_grammar"
@@ -21,6 +21,9 @@ def build(context) -> dict:
     stock_compile, stock_accept, stock_fill = (context.stock[path] for path in (COMPILE, ACCEPT, FILL))
     counts = counters("outlines-states")
     cache = RowCache(row_budget(), counts)
+    gauge("outlines-states", "bytes", lambda: cache.nbytes)
+    gauge("outlines-states", "grammars", lambda: len(cache))
+    verifies = context.verifies
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
         grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
@@ -36,6 +39,35 @@ def build(context) -> dict:
         rows = getattr(self, "_speedups_rows", None)
         if rows is None:
             return stock_accept(self, request_id, tokens)
+        if verifies is not None and verifies():
+            return checked_accept(self, request_id, tokens, rows)
+        return advance(self, tokens, rows)
+
+    def checked_accept(self, request_id, tokens, rows):
+        """Advance, go back, have stock advance, and compare: stock's answer and place are what stays."""
+        before = self.num_processed_tokens, self._is_terminated
+        answer, error = None, None
+        try:
+            answer = advance(self, tokens, rows)
+        except Exception as raised:
+            error = raised
+        ours = answer, self.num_processed_tokens, self._is_terminated, self.guide.get_state()
+        moved = self.num_processed_tokens - before[0] - (self._is_terminated and not before[1])
+        try:
+            if error is None and moved:
+                self.guide.rollback_state(moved)
+        except Exception:
+            # More tokens than the guide keeps to go back: these cannot be checked.
+            return answer
+        self.num_processed_tokens, self._is_terminated = before
+        answer = stock_accept(self, request_id, tokens)
+        stock = answer, self.num_processed_tokens, self._is_terminated, self.guide.get_state()
+        if error is not None or ours != stock:
+            facts = {"answer, tokens, end, state": {"stock": stock, "ours": repr(error) if error else ours}}
+            context.differed(facts, {"specification": rows.key[2], "tokens": list(tokens)})
+        return answer
+
+    def advance(self, tokens, rows):
         if self._is_terminated:
             return True
         guide, ends = self.guide, self.eos_token_id in tokens
@@ -66,6 +98,8 @@ def build(context) -> dict:
         if row is not None and len(row) == bitmask.shape[1]:
             bitmask.numpy()[idx] = row
             counts["hits"] += 1
+            if verifies is not None and verifies():
+                check_row(context, stock_fill, self, bitmask, idx, row, rows.key, state, None)
             return None
         stock_fill(self, bitmask, idx)
         counts["misses"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
 from functools import lru_cache
 
 import torch
@@ -115,7 +116,7 @@ def build(context) -> dict:
         context.stock[path] for path in (COMPILE, ACCEPT, ROLLBACK, RESET, FILL)
     )
     counts = counters("xgrammar-states")
-    grammars = tracker(counts)
+    grammars = tracker("xgrammar-states", counts)
     compiler_of = _one_of_two_compilers if context.form == TWO_COMPILERS else _only_compiler
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
@@ -164,7 +165,7 @@ def build(context) -> dict:
         # Stock raises for a matcher that has ended; and whoever moved the matcher past us made our count wrong.
         return not self._is_terminated and len(request.trail.tokens) == self.num_processed_tokens
 
-    fill_bitmask = fill_through(stock_fill, counts, context.failed, in_step, lambda grammar: False)
+    fill_bitmask = fill_through(stock_fill, counts, context, in_step, lambda grammar: False)
     return {COMPILE: compile_grammar, ACCEPT: accept_tokens, ROLLBACK: rollback, RESET: reset, FILL: fill_bitmask}
 
 
@@ -205,7 +206,7 @@ def probe(context, replacements) -> None:
         compiler.compile_json_schema(json.dumps({"type": "array", "items": {"type": ["string", "number"]}}))
     )
     for number, one in enumerate(compiled):
-        grammars = Tracker(RowCache(2**24), 2**24, counters("xgrammar-states probe"))
+        grammars = Tracker(RowCache(2**24), 2**24, defaultdict(int))
         known = grammars.grammar(number)
         grammars.build(known, lambda one=one: (parse(one.grammar.serialize_json()), vocabulary))
         if known.network is None:

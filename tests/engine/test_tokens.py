@@ -115,4 +115,4 @@ def test_turns_of_a_conversation_find_the_blocks_that_stock_finds(pair, same_ids
     stock, patched = (engine.generate(PROMPTS[:1], 1) for engine in pair)
     for name in ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"):
         assert patched["vllm"][name] == stock["vllm"][name] > 0
-    assert patched["counters"]["block-hashes"]["blocks found"] > 4 * (len(system) // 32)
+    assert patched["counters"]["block-hashes"]["hits"] > 4 * (len(system) // 32)

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_speedups.masks.rows import _ENTRY_BYTES, RowCache, key_bytes
+from vllm_speedups.masks.rows import _ROW_BYTES, _STATE_BYTES, RowCache, key_bytes
 
 WORDS = 8
-ENTRY = WORDS * 4 + _ENTRY_BYTES
+ENTRY = WORDS * 4 + _ROW_BYTES + _STATE_BYTES
 KEY = key_bytes("a")
 
 
@@ -23,7 +23,10 @@ def row_of(grammar: int, state: int, words: int = WORDS) -> np.ndarray:
 def account(cache: RowCache) -> int:
     for key, grammar in cache._held.items():
         assert grammar.key == key
-        assert grammar.nbytes == key_bytes(key) + sum(row.nbytes + _ENTRY_BYTES for row in grammar.rows.values())
+        distinct = {row.tobytes(): row for row in grammar.rows.values()}
+        assert len({id(row) for row in grammar.rows.values()}) == len(distinct) == len(grammar.distinct)
+        held = sum(row.nbytes + _ROW_BYTES for row in distinct.values()) + _STATE_BYTES * len(grammar.rows)
+        assert grammar.nbytes == key_bytes(key) + held
     return sum(grammar.nbytes for grammar in cache._held.values())
 
 
@@ -67,6 +70,17 @@ def test_a_row_is_copied_when_it_is_put_and_the_first_one_stays():
     assert grammar.rows[1].tolist() == row_of(0, 1).tolist() and grammar.nbytes == KEY + ENTRY
 
 
+def test_states_with_equal_rows_share_one_and_pay_for_it_once():
+    cache = RowCache(2**20)
+    grammar, other = cache.grammar("a"), cache.grammar("b")
+    for state in range(10):
+        grammar.put(state, row_of(0, state % 2))
+    other.put(0, row_of(0, 0))
+    assert [int(grammar.rows[state][0]) for state in range(10)] == [0, 1] * 5
+    assert grammar.rows[0] is grammar.rows[8] and grammar.rows[0] is not other.rows[0]
+    assert grammar.nbytes == KEY + 2 * ENTRY + 8 * _STATE_BYTES and cache.nbytes == account(cache)
+
+
 def test_whole_grammars_are_forgotten_least_recently_used_first():
     cache = RowCache(4 * ENTRY + 3 * KEY)
     a, b, c = (cache.grammar(key) for key in "abc")
@@ -78,7 +92,7 @@ def test_whole_grammars_are_forgotten_least_recently_used_first():
     assert (len(a.rows), len(b.rows), len(c.rows)) == (2, 1, 1)
     c.put(1, row_of(2, 1))
     assert (len(a.rows), len(b.rows), len(c.rows)) == (2, 0, 2)
-    assert cache.counters["grammars forgotten"] == 1 and cache.nbytes == 4 * ENTRY + 2 * KEY
+    assert cache.counters["evictions"] == 1 and cache.nbytes == 4 * ENTRY + 2 * KEY
 
 
 def test_whoever_holds_a_forgotten_grammar_keeps_working():
@@ -104,7 +118,7 @@ def test_a_grammar_larger_than_the_budget_forgets_itself_and_goes_on():
     for state in range(50):
         grammar.put(state, row_of(0, state))
         assert cache.nbytes == account(cache) <= 3 * ENTRY + KEY
-    assert 0 < cache.counters["grammars forgotten"] < 50
+    assert 0 < cache.counters["evictions"] < 50
 
 
 def test_a_budget_of_nothing_keeps_nothing():

@@ -18,14 +18,13 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Generic, NewType, TypeVar
 from unittest import mock
 
 import cbor2
 import xxhash
 
-from vllm_speedups.patching import load
+from vllm_speedups.patching import Context, load
 from vllm_speedups.patching.fingerprint import find_in_source, fingerprint
 
 MODULE = "vllm.v1.core.kv_cache_utils"
@@ -57,7 +56,7 @@ class Release:
         def failed(error):
             raise AssertionError("the patch failed") from error
 
-        context = SimpleNamespace(form=self.form.name, stock=self.stock, failed=failed)
+        context = Context(self.form.name, self.stock, failed)
         chosen = settings.Settings(prefix_memo_mb=memo_mb)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(sys.modules, {MODULE: self.module}))

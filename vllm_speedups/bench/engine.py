@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 # The plugin that serves vLLM's entry point, and the variable that decides whether vLLM loads it.
 PLUGIN, CHOICE = "vllm_speedups", "VLLM_PLUGINS"
+WORKER = ("-m", "vllm_speedups.bench.worker")
 
 
 class EngineFailed(RuntimeError):
@@ -55,10 +56,10 @@ def engine_arguments(model: str, backend: str | None = None, **more) -> dict:
 class Engine:
     """One engine process. Used as a context manager, it ends with the block."""
 
-    def __init__(self, arguments: dict, patched: bool, extra: dict | None = None):
+    def __init__(self, arguments: dict, patched: bool, extra: dict | None = None, program: Iterable = WORKER):
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_speedups.bench.worker", json.dumps(arguments)],
+            [sys.executable, *program, json.dumps(arguments)],
             env=environment(patched, extra),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -85,8 +86,9 @@ class Engine:
 
         `run` may hold `guide` (arguments of StructuredOutputsParams, or a list of them, None among them, to be dealt out
         in turn), `seed` (that of the first request, the others count on from it), `temperature`, `n`, and
-        `abort_at_step`, to abort every third request then. `counters` are the plugin's in that process, `vllm` those of
-        vLLM, if it was started with `disable_log_stats=False`.
+        `abort_at_step`, to abort every third request then. `state` is what the plugin tells of that process
+        (`plugin.state`), `counters` its numbers by patch, `vllm` those of vLLM, if it was started with
+        `disable_log_stats=False`.
         """
         self.wait_until_ready()
         request = {"prompts": list(prompts), "max_tokens": max_tokens, "seed": 0, **run}

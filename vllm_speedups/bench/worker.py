@@ -86,10 +86,11 @@ def _what_runs() -> dict:
 
 
 def _what_happened(llm) -> dict:
-    """The plugin's counters so far, and vLLM's own where it keeps them."""
-    from vllm_speedups import telemetry
+    """What the plugin did so far, and vLLM's own where it keeps them."""
+    from vllm_speedups import plugin
 
-    happened = {"counters": telemetry.snapshot()}
+    state = plugin.state()
+    happened = {"state": state, "counters": {patch["name"]: patch["counters"] for patch in state["patches"]}}
     if llm.llm_engine.log_stats:
         happened["vllm"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return happened

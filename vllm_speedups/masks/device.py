@@ -21,11 +21,11 @@ ALLOWED_SHARE = 1 / 200
 DISALLOWED_SHARE = 1 / 20
 
 # The integer type that views a logit, and the bits of its minus infinity.
-_VIEWS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+VIEWS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _MINUS_INFINITY = {
-    dtype: int(torch.tensor([-math.inf], dtype=dtype).view(view).item()) for dtype, view in _VIEWS.items()
+    dtype: int(torch.tensor([-math.inf], dtype=dtype).view(view).item()) for dtype, view in VIEWS.items()
 }
-DTYPES = frozenset(_VIEWS)
+DTYPES = frozenset(VIEWS)
 
 
 class AllowedIds:
@@ -86,7 +86,7 @@ class Applier:
         groups: dict = {AllowedIds: [], DisallowedIds: [], Dense: dense, Unpacked: dense}
         for pair in sorted(placed, key=itemgetter(0)):
             groups[pair[1].__class__].append(pair)
-        bits = logits.detach().view(_VIEWS[logits.dtype])[:, :vocab_size]
+        bits = logits.detach().view(VIEWS[logits.dtype])[:, :vocab_size]
         if groups[AllowedIds]:
             _keep_allowed(bits, _MINUS_INFINITY[logits.dtype], groups[AllowedIds])
         if groups[DisallowedIds]:
@@ -112,17 +112,24 @@ class Applier:
                 spread.copy_(form.allowed)
                 last = form
             row = bits[index]
-            torch.addcmul(base, row.sub_(infinity), spread, out=row)
+            row.sub_(infinity)
+            try:
+                torch.addcmul(base, row, spread, out=row)
+            except BaseException:
+                row.add_(infinity)
+                raise
 
 
 def _keep_allowed(bits: torch.Tensor, infinity: int, placed: list) -> None:
     array = bits.numpy()
     kept = [array[index].take(form.ids) for index, form in placed]
     # Neighbours are filled together, since every fill starts the threads anew (14 us here).
-    for first, last, _ in _runs([(index, None) for index, _ in placed]):
-        bits[first:last].fill_(infinity)
-    for (index, form), values in zip(placed, kept):
-        array[index][form.ids] = values
+    try:
+        for first, last, _ in _runs([(index, None) for index, _ in placed]):
+            bits[first:last].fill_(infinity)
+    finally:
+        for (index, form), values in zip(placed, kept):
+            array[index][form.ids] = values
 
 
 def _overwrite_disallowed(bits: torch.Tensor, infinity: int, placed: list) -> None:

@@ -5,6 +5,7 @@ from .engine import APPLIED, DECLINED, DISABLED, NOT_MEANT, REVERTED, WAITING, C
 from .fingerprint import find, find_in_source, fingerprint
 from .sources import Source, Tree, Wheel
 from .targets import seen_fingerprint
+from .verification import Verification
 
 __all__ = [
     "APPLIED",
@@ -23,6 +24,7 @@ __all__ = [
     "Patch",
     "Source",
     "Tree",
+    "Verification",
     "Wheel",
     "apply",
     "find",

@@ -17,6 +17,7 @@ import wrapt
 from .contract import Contract, Declined, Form
 from .rebinding import rebind
 from .targets import forget_sources, imported, require_stock, resolve, seen_fingerprint, split
+from .verification import Verification
 
 logger = logging.getLogger("vllm.speedups")
 
@@ -36,12 +37,18 @@ class Context:
     """What the glue of a patch gets: the form that matched, the originals, and where to report its own failures.
 
     `prove()` runs the patch's probe, once, and says whether the patch is live; for glue with `PROVES_LATER`.
+    `live()` says whether the patch is in force, for what outlives a revert of it.
+    `verifies`, None unless the user asked for it, says of an answer whether to compare it with stock's. Where they
+    differ, the glue calls `differed(facts, private)` and returns stock's; what a client sent belongs into `private`.
     """
 
     form: str
     stock: Mapping[str, object]
     failed: Callable[[BaseException], None]
     prove: Callable[[], bool] = lambda: True
+    live: Callable[[], bool] = lambda: True
+    verifies: Callable[[], bool] | None = None
+    differed: Callable[[Mapping, Mapping], None] = lambda facts, private: None
 
 
 @dataclass
@@ -63,6 +70,9 @@ class Patch:
     replacements: dict = field(default_factory=dict)
     gates: dict = field(default_factory=dict)
     failures: int = 0
+    verification: Verification = field(default_factory=Verification)
+    verified: int = 0
+    differences: int = 0
     _awaited: set = field(default_factory=set)
     _later: bool = False
     _proving: bool = False
@@ -105,7 +115,15 @@ class Patch:
             }
             self.stock = {**premises, **targets}
             glue = importlib.import_module(self.glue)
-            context = Context(self.form.name, self.stock, self.failed, self.prove)
+            context = Context(
+                self.form.name,
+                self.stock,
+                self.failed,
+                self.prove,
+                lambda: self.live,
+                self.verifies if self.verification.share > 0 else None,
+                self.differed,
+            )
             self._later = getattr(glue, "PROVES_LATER", False)
             self.replacements = glue.build(context)
             if set(self.replacements) != set(targets):
@@ -146,6 +164,30 @@ class Patch:
                 self.revert()
                 self.reason = f"failed {self.failures} times, at last with {error!r}"
                 logger.error("vllm-speedups: %s was reverted, vLLM runs stock there: it %s", self.name, self.reason)
+
+    def verifies(self) -> bool:
+        """Whether this answer shall be compared with stock's."""
+        # The probe compares by itself, and must see what the patch answers.
+        if self._proving or not self.verification.due():
+            return False
+        self.verified += 1
+        return True
+
+    def differed(self, facts: Mapping, private: Mapping) -> None:
+        """Called by a replacement whose answer was not stock's, before it returns stock's: the patch is reverted."""
+        with self._lock:
+            self.differences += 1
+            if not self.live:
+                return
+            self.revert()
+            self.reason = "an answer of it differed from stock's"
+            facts = {"form": self.form.name if self.form else None, **facts}
+            logger.error(
+                "vllm-speedups: %s was reverted, vLLM runs stock there: %s, and stock's was used. To reproduce: %s",
+                self.name,
+                self.reason,
+                self.verification.report(self.name, facts, private),
+            )
 
     def revert(self) -> None:
         """Put stock back wherever the gates are bound. Whoever kept a gate gets stock through it from now on."""
@@ -204,13 +246,18 @@ def _bound(path: str) -> object:
 
 
 def apply(
-    patches: Iterable[Patch], version: str | None, disables: Callable[[Contract], str], eager: bool = False
+    patches: Iterable[Patch],
+    version: str | None,
+    disables: Callable[[Contract], str],
+    eager: bool = False,
+    verification: Verification | None = None,
 ) -> None:
     """Bring every patch into the state that this vLLM and the user's settings call for. Never raises.
 
     `eager` imports the targets' modules and runs the probes at once, for those who want to know now.
     """
     for patch in patches:
+        patch.verification = verification or patch.verification
         if patch.status != WAITING or patch.form is not None:
             continue
         if not patch.contract.meant_for(version):

@@ -69,7 +69,7 @@ class PrefixHasher:
             digests += new
             parent = new[-1]
             start += blocks * size
-        self.counts["blocks hashed"] += single
+        self.counts["misses"] += single
         return digests
 
     def _shape(self, blocks: int, extra_keys: Any) -> Layout | None:
@@ -87,7 +87,7 @@ class PrefixHasher:
         key = (self.algorithm.name, self.block_size, parent, shape.tail)
         digests = [] if self.memo is None else self.memo.find(key, data, begin, self.block_size, blocks)
         found = len(digests)
-        self.counts["blocks found"] += found
+        self.counts["hits"] += found
         if found == blocks:
             return digests, end
         parent = digests[-1] if digests else parent
@@ -99,12 +99,12 @@ class PrefixHasher:
         if rest is None:
             rest = self.singly(tokens, start + found * self.block_size, blocks - found, extra_keys, parent)
         else:
-            self.counts["blocks hashed"] += len(rest)
+            self.counts["misses"] += len(rest)
         digests += rest
         if sound and self.memo is not None:
             forgotten = self.memo.remember(key, data, begin, self.block_size, digests)
             if forgotten:
-                self.counts["prefixes forgotten"] += forgotten
+                self.counts["evictions"] += forgotten
         return digests, end if sound else fresh
 
     def _in_bulk(self, shape: Layout, data: bytes, begin: int, blocks: int, parent: bytes) -> list | None:
@@ -130,7 +130,7 @@ class PrefixHasher:
     def singly(self, tokens: list, start: int, blocks: int, extra_keys: Any, parent: bytes) -> list:
         """Hash blocks one by one, exactly as vLLM writes them, less its calls. Arguments as for `extend`."""
         hash_value, size = self.algorithm.hash, self.block_size
-        self.counts["blocks hashed"] += blocks
+        self.counts["misses"] += blocks
         if blocks == 1:
             return [hash_value((parent, tuple(tokens[start : start + size]), extra_keys))]
         remaining = iter(tokens[start : start + blocks * size])
