@@ -29,25 +29,25 @@ def environment(patched: bool, extra: dict | None = None) -> dict:
         "VLLM_REGEX_COMPILATION_TIMEOUT_S": "300",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         **(extra or {}),
     }
 
 
-def engine_arguments(model: str, backend: str | None = None, **more) -> dict:
-    """Arguments of vLLM's `LLM` for the small model of `models.build_model`."""
-    arguments = {
-        "model": model,
-        "tokenizer_mode": "mistral",
-        "config_format": "hf",
-        "load_format": "dummy",
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "seed": 0,
-        **more,
-    }
+# How vLLM reads the small model of `models.build_model`.
+SMALL_MODEL = {
+    "tokenizer_mode": "mistral",
+    "config_format": "hf",
+    "load_format": "dummy",
+    "dtype": "float32",
+    "enforce_eager": True,
+}
+
+
+def engine_arguments(model: str, backend: str | None = None, small: bool = True, **more) -> dict:
+    """Arguments of vLLM's `LLM` for a model, the small one of `models.build_model` or another."""
+    arguments = {"model": model, **(SMALL_MODEL if small else {}), "max_model_len": 512, "seed": 0, **more}
     if backend:
         arguments["structured_outputs_config"] = {"backend": backend, **more.get("structured_outputs_config", {})}
     return arguments
@@ -82,13 +82,14 @@ class Engine:
         return self.about
 
     def generate(self, prompts: Iterable, max_tokens: int, **run) -> dict:
-        """Run prompts (lists of token ids): `seconds`, `tokens` generated, and `ids` per request and sequence.
+        """Run prompts (lists of token ids, or text): `seconds`, `tokens` generated, and `ids` per request and sequence.
 
         `run` may hold `guide` (arguments of StructuredOutputsParams, or a list of them, None among them, to be dealt out
-        in turn), `seed` (that of the first request, the others count on from it), `temperature`, `n`, and
-        `abort_at_step`, to abort every third request then. `state` is what the plugin tells of that process
-        (`plugin.state`), `counters` its numbers by patch, `vllm` those of vLLM, if it was started with
-        `disable_log_stats=False`.
+        in turn), `seed` (that of the first request, the others count on from it), `temperature`, `n`,
+        `abort_at_step`, to abort every third request then, and `stages`, to be told where the time went (`stages.py`).
+        `state` is what the plugin tells of that process (`plugin.state`), `counters` its numbers by patch, `vllm` those
+        of vLLM, if it was started with `disable_log_stats=False`. Only `refused` comes back, the reason, where the
+        backend does not do the grammar.
         """
         self.wait_until_ready()
         request = {"prompts": list(prompts), "max_tokens": max_tokens, "seed": 0, **run}

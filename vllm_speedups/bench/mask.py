@@ -1,67 +1,117 @@
-"""`vllm-speedups bench mask`: applying packed rows to logits, stock's way and ours, over densities and dtypes."""
+"""`vllm-speedups bench mask`: applying packed rows to logits, stock's way and ours, over densities and dtypes.
+
+Needs torch, NumPy and stock's kernel, which vLLM or an xgrammar wheel brings. From a checkout in which nothing is installed:
+`python -m vllm_speedups.bench.mask`. With `--device cuda`: see `mask_cuda.py`.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 import time
 from statistics import median
 from types import SimpleNamespace
 
+from . import report as reports
+
 VOCAB_SIZE = 151_936
+DTYPES = ("float32", "bfloat16", "float16")
 # Tokens allowed, as they are or counted from the vocabulary's end.
 ALLOWED = (1, 100, 1_000, 5_000, 20_000, 40_000, 75_000, 110_000, 130_000, 140_000, -7_000, -2_000, -36, -0)
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `vllm-speedups bench mask`."""
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=64, help="rows of logits (default: %(default)s)")
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="logits a row (default: %(default)s)")
     parser.add_argument(
-        "--dtypes", default="float32,bfloat16", help="float32, bfloat16, float16 (default: %(default)s)"
+        "--dtypes", type=reports.numbers(str), default=list(DTYPES[:2]), help=",".join(DTYPES) + " (float32,bfloat16)"
     )
     parser.add_argument(
-        "--distinct", default="1,0", help="different masks in the batch; 0: one a row (default: %(default)s)"
+        "--distinct",
+        type=reports.numbers(int),
+        default=[1, 0],
+        help="different masks in the batch, comma-separated; 0: one a row (1,0)",
     )
     parser.add_argument(
         "--repeat", type=int, default=9, help="interleaved pairs; medians are shown (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    reports.add_arguments(parser)
+
+
+def main(argv: list | None = None) -> int:
+    """The benchmark alone, without what the other commands import."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_speedups.bench.mask", description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args(argv)
+    obstacle = reports.obstacle(options)
+    if obstacle:
+        print(f"bench mask: {obstacle}", file=sys.stderr)
+        return 2
+    return run(options)
 
 
 def run(options) -> int:
-    """Measure and print. 0: all logits equal stock's; 1: some differ; 2: torch or stock's kernel is missing."""
+    """Measure and print. 0: all logits equal stock's; 1: some differ; 2: torch, stock's kernel or the device is missing."""
+    wrong = sorted(set(options.dtypes) - set(DTYPES))
+    if wrong or options.device not in ("cpu", "cuda") or min(options.rows, options.vocab, options.repeat) < 1:
+        print(
+            f"bench mask: --device is cpu or cuda, --dtypes are of {', '.join(DTYPES)}, and --rows, --vocab and --repeat "
+            "are 1 or more",
+            file=sys.stderr,
+        )
+        return 2
+    if options.device == "cuda":
+        from . import mask_cuda
+
+        return mask_cuda.run(options)
     try:
         import torch  # noqa: F401
 
-        stock = _stock()
+        stock, name = _stock()
     except ImportError as error:
         print(f"bench mask needs torch, and vLLM or xgrammar: {error}", file=sys.stderr)
         return 2
     results = []
-    for dtype in options.dtypes.split(","):
-        for distinct in map(int, options.distinct.split(",")):
-            for allowed in ALLOWED:
-                count = allowed if allowed > 0 else options.vocab + allowed
-                if not 0 < count <= options.vocab:
-                    continue
-                results.append(_measure(stock, options, dtype, distinct or options.rows, count))
-                if not options.json:
-                    print(_line(results[-1]), flush=True)
-    if options.json:
-        print(json.dumps(results, indent=1))
+    for dtype in options.dtypes:
+        for distinct in options.distinct:
+            for allowed in densities(options.vocab):
+                results.append(_measure(stock, options, dtype, distinct or options.rows, allowed))
+                reports.say(_line(results[-1]))
+    reports.finish(options, reports.make("mask", options, stock=name, rows=results), table)
     return 0 if all(result["equal"] for result in results) else 1
 
 
+def densities(vocab_size: int) -> list:
+    """How many tokens the masks allow, one after another."""
+    counts = [allowed if allowed > 0 else vocab_size + allowed for allowed in ALLOWED]
+    return [count for count in counts if 0 < count <= vocab_size]
+
+
+def batch_of(options, distinct: int, allowed: int):
+    """Packed rows int32 [rows, words], each with `allowed` random tokens, `distinct` different ones in turn."""
+    import numpy as np
+
+    from ..masks.packed import pack
+
+    random = np.random.default_rng(0)
+    masks = [pack(random.permutation(options.vocab) < allowed) for _ in range(distinct)]
+    return np.stack([masks[index % distinct] for index in range(options.rows)])
+
+
 def _stock():
-    """What applies rows (int32 array [n, words]) to logits [n, vocab] in stock vLLM, or xgrammar's kernel without vLLM."""
+    """What applies rows (int32 array [n, words]) to logits [n, vocab] in stock vLLM, or xgrammar's kernel; and its name."""
     try:
         from vllm.v1.structured_output.utils import apply_grammar_bitmask
     except ImportError:
         import torch
         import xgrammar
 
-        return lambda logits, rows: xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(rows))
+        def kernel(logits, rows):
+            xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(rows))
+
+        return kernel, "xgrammar's kernel"
     apply_grammar_bitmask = getattr(apply_grammar_bitmask, "__wrapped__", apply_grammar_bitmask)
 
     def stock(logits, rows):
@@ -73,19 +123,15 @@ def _stock():
             logits,
         )
 
-    return stock
+    return stock, "vLLM's function"
 
 
 def _measure(stock, options, dtype: str, distinct: int, allowed: int) -> dict:
-    import numpy as np
     import torch
 
     from ..masks.apply import MaskApplier
-    from ..masks.packed import pack
 
-    random = np.random.default_rng(0)
-    masks = [pack(random.permutation(options.vocab) < allowed) for _ in range(distinct)]
-    rows = np.stack([masks[index % distinct] for index in range(options.rows)])
+    rows = batch_of(options, distinct, allowed)
     logits = torch.randn(options.rows, options.vocab).to(getattr(torch, dtype))
     applier, indices = MaskApplier(2**30), list(range(options.rows))
 
@@ -101,7 +147,7 @@ def _measure(stock, options, dtype: str, distinct: int, allowed: int) -> dict:
         (timed(lambda batch: stock(batch, rows)), timed(lambda batch: applier.apply(batch, rows, indices)))
         for _ in range(options.repeat)
     ]
-    equal = all(torch.equal(_bits(one), _bits(pairs[0][0][1])) for one in (ours[0][1], pairs[-1][1][1]))
+    equal = all(torch.equal(bits(one), bits(pairs[0][0][1])) for one in (ours[0][1], pairs[-1][1][1]))
     return {
         "dtype": dtype,
         "allowed": allowed,
@@ -114,7 +160,8 @@ def _measure(stock, options, dtype: str, distinct: int, allowed: int) -> dict:
     }
 
 
-def _bits(logits):
+def bits(logits):
+    """The logits' bits, so that every NaN equals itself."""
     import torch
 
     return logits.view(torch.int32 if logits.dtype == torch.float32 else torch.int16)
@@ -126,3 +173,31 @@ def _line(result: dict) -> str:
         f", first {result['first_ms']:7.2f}, warm {result['warm_ms']:6.2f}, ratio {result['ratio']:6.2f}"
         f"{'' if result['equal'] else '  DIFFERS'}"
     )
+
+
+def table(report: dict) -> str:
+    """The report as text: a table for every dtype, milliseconds."""
+    options, lines = report["options"], [reports.heading(report)]
+    lines.append(
+        f"{options['rows']} rows of {options['vocab']:,} logits, ms, medians of {options['repeat']}; "
+        f"stock is {report['stock']}; first: masks never seen"
+    )
+    found = {(row["dtype"], row["distinct"], row["allowed"]): row for row in report["rows"]}
+    groups = list(dict.fromkeys(row["distinct"] for row in report["rows"]))
+    for dtype in dict.fromkeys(row["dtype"] for row in report["rows"]):
+        names = [f"{count} masks" if count > 1 else "all alike" for count in groups]
+        lines += ["", f"{dtype:>10} " + "".join(f"{name:>32}" for name in names)]
+        lines.append(f"{'allowed':>10} " + f"{'stock':>11}{'first':>7}{'warm':>7}{'ratio':>7}" * len(groups))
+        for allowed in dict.fromkeys(row["allowed"] for row in report["rows"]):
+            cells = [found[dtype, count, allowed] for count in groups]
+            lines.append(f"{allowed:10,} " + "".join(map(_cell, cells)))
+    return "\n".join(lines)
+
+
+def _cell(row: dict) -> str:
+    differs = "" if row["equal"] else " DIFFERS"
+    return f"{row['stock_ms']:11.1f}{row['first_ms']:7.1f}{row['warm_ms']:7.1f}{row['ratio']:7.1f}{differs}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

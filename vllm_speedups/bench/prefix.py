@@ -17,6 +17,9 @@ import sys
 import time
 from typing import Callable
 
+from . import report as reports
+from .report import numbers as _numbers
+
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 STAGES = ("hash", "lookup", "allocate", "free")
 SIDES = ("stock", "patched")
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block (16)")
     parser.add_argument("--repeat", type=int, default=15, help="runs of each side; medians are shown (15)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    reports.add_arguments(parser, plot=True)
 
 
 def main(argv: list | None = None) -> int:
@@ -59,12 +62,14 @@ def main(argv: list | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. 0, or 1 where there is nothing to compare with."""
+    from .plots import prefix
+
     try:
         results = measure(args.algorithms, args.lengths, args.shares, args.block_size, args.repeat)
     except NotPatched as error:
         print(f"bench prefix: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(results, indent=1) if args.json else _text(results))
+    reports.finish(args, reports.make("prefix", args, **results), table, prefix)
     return 0
 
 
@@ -72,11 +77,10 @@ def measure(algorithms: list, lengths: list, shares: list, block_size: int, repe
     """Everything, as plain data. Times are medians, in milliseconds. Raises NotPatched."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     factories = _factories()
-    import vllm
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
-    results: dict = {"vllm": vllm.__version__, "block_size": block_size, "repeats": repeats, "rows": [], "small": []}
+    results: dict = {"rows": [], "small": []}
     for name in algorithms:
         function = get_hash_fn_by_name(name)
         init_none_hash(function)
@@ -85,6 +89,7 @@ def measure(algorithms: list, lengths: list, shares: list, block_size: int, repe
             for share in shares:
                 times = _admissions(hashers, length, share, block_size, repeats)
                 results["rows"].append({"algorithm": name, "length": length, "share": share, **times})
+                reports.say(f"  {name}, {length:,} tokens, {share:.0%} seen before")
         results["small"].append({"algorithm": name, **_small(hashers, block_size)})
     return results
 
@@ -222,23 +227,18 @@ def _accepted(function: Callable, offered: dict) -> dict:
     return {name: value for name, value in offered.items() if name in known}
 
 
-def _numbers(kind: type) -> Callable:
-    def parse(text: str) -> list:
-        return [kind(part) for part in text.split(",") if part]
-
-    return parse
-
-
-def _text(results: dict) -> str:
+def table(report: dict) -> str:
+    """The report as text."""
+    options = report["options"]
     lines = [
-        f"vLLM {results['vllm']}, blocks of {results['block_size']} tokens, medians of {results['repeats']}, CPU ms",
+        f"{reports.heading(report)}; blocks of {options['block_size']} tokens, medians of {options['repeat']}, CPU ms",
         "stage columns: stock -> patched; admission is hash + lookup + allocate",
         "",
         f"{'algorithm':<12}{'tokens':>8}{'seen':>6}  "
         + "".join(f"{stage:>18}" for stage in (*STAGES, "admission"))
         + f"{'hash x':>9}{'of admission':>20}",
     ]
-    for row in results["rows"]:
+    for row in report["rows"]:
         cells = "".join(
             f"{row[stage]['stock']:>9.3f}→{row[stage]['patched']:<8.3f}" for stage in (*STAGES, "admission")
         )
@@ -246,7 +246,7 @@ def _text(results: dict) -> str:
         part = " → ".join(f"{row['hash'][side] / row['admission'][side]:.0%}" for side in SIDES)
         lines.append(f"{row['algorithm']:<12}{row['length']:>8}{row['share']:>6.0%}  {cells}{ratio:>8.1f}x{part:>20}")
     lines += ["", f"{'µs a call':<12}{'stock':>44}{'patched':>12}"]
-    for row in results["small"]:
+    for row in report["small"]:
         for case, sides in row.items():
             if case != "algorithm":
                 ratio = sides["stock"] / sides["patched"]

@@ -21,6 +21,8 @@ import numpy as np
 
 from vllm_speedups import telemetry
 
+from . import report as reports
+
 PATCHES = {"xgrammar": "xgrammar-states", "guidance": "guidance-history", "outlines": "outlines-states"}
 CLASSES = {
     "xgrammar": ("XgrammarBackend", "XgrammarGrammar"),
@@ -96,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outputs", type=int, default=16, help="outputs a grammar (16)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens an output (64)")
     parser.add_argument("--no-whitespace", action="store_true", help="as with disable_any_whitespace")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    reports.add_arguments(parser)
 
 
 def main(argv: list | None = None) -> int:
@@ -124,10 +126,8 @@ def run(args: argparse.Namespace) -> int:
                 result = bench.measure(kind, specification, instances, args.outputs, args.tokens)
                 wrong += result.get("wrong", 0)
                 results.append({"backend": backend, "grammar": name, **result})
-                if not args.json:
-                    _print(results[-1], first=len(results) == 1)
-    if args.json:
-        print(json.dumps(results, indent=1))
+                reports.say(f"  {backend}: {name}")
+    reports.finish(args, reports.make("rows", args, rows=results), table)
     if any("timed out" in result.get("refused", "") for result in results):
         # vLLM gave up that compilation, its thread did not: an orderly end would wait for it, for minutes.
         sys.stdout.flush()
@@ -279,27 +279,28 @@ def _quantiles(seconds: list) -> dict | None:
     return {"avg": float(values.mean()), **{f"p{q:g}": float(np.percentile(values, q)) for q in (50, 99, 99.9)}}
 
 
-def _print(result: dict, first: bool) -> None:
-    if first:
-        print(
-            f"{'us a row: avg / p50 / p99 / p99.9':44}"
-            + "".join(f"{phase:>28}" for phase in PHASES)
-            + "   accept  wrong"
-        )
-    name = f"{result['backend']}: {result['grammar']}"
-    if "refused" in result:
-        print(f"{name:44} refused: {result['refused']}")
-        return
-    cells = [
-        " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in result[phase].values())
-        if result[phase]
-        else "-"
-        for phase in PHASES
+def table(report: dict) -> str:
+    """The report as text: the average and percentiles of every phase."""
+    options = report["options"]
+    lines = [
+        f"{reports.heading(report)}; {options['outputs']} outputs of {options['tokens']} tokens"
+        + (", disable_any_whitespace" if options["no_whitespace"] else ""),
+        "",
+        f"{'us a row: avg / p50 / p99 / p99.9':44}" + "".join(f"{phase:>28}" for phase in PHASES) + "   accept  wrong",
     ]
-    print(
-        f"{name:44}" + "".join(f"{cell:>28}" for cell in cells) + f"{result['accept_us']:9.2f} {result['wrong']:6d}",
-        flush=True,
-    )
+    for row in report["rows"]:
+        name = f"{row['backend']}: {row['grammar']}"
+        if "refused" in row:
+            lines.append(f"{name:44} refused: {row['refused']}")
+            continue
+        cells = "".join(f"{_cell(row[phase]):>28}" for phase in PHASES)
+        lines.append(f"{name:44}{cells}{row['accept_us']:9.2f} {row['wrong']:6d}")
+    return "\n".join(lines)
+
+
+def _cell(quantiles: dict | None) -> str:
+    values = (quantiles or {}).values()
+    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values) or "-"
 
 
 if __name__ == "__main__":

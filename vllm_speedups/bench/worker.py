@@ -6,10 +6,13 @@ patched. Answers go to the file descriptor that standard output was at the start
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+
+from .stages import Stages
 
 
 def sampling_params(run: dict, index: int):
@@ -31,7 +34,7 @@ def sampling_params(run: dict, index: int):
 
 
 def serve(engine_arguments: dict, answers) -> None:
-    """Start the engine, then answer each request with its token ids and the seconds it took, until the input ends."""
+    """Start the engine, then answer each request as `Engine.generate` says, until the input ends."""
     from vllm import LLM
 
     start = time.perf_counter()
@@ -39,21 +42,35 @@ def serve(engine_arguments: dict, answers) -> None:
     print(json.dumps({"ready_s": time.perf_counter() - start, **_what_runs()}), file=answers, flush=True)
     for line in sys.stdin:
         run = json.loads(line)
-        prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
-        parameters = [sampling_params(run, index) for index in range(len(prompts))]
-        start = time.perf_counter()
-        if "abort_at_step" in run:
-            ids = _with_aborts(llm.llm_engine, prompts, parameters, run["abort_at_step"])
-        else:
-            outputs = llm.generate(prompts, parameters, use_tqdm=False)
-            ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
-        seconds = time.perf_counter() - start
-        tokens = sum(len(one) for request in ids for one in request)
-        print(
-            json.dumps({"seconds": seconds, "tokens": tokens, "ids": ids, **_what_happened(llm)}),
-            file=answers,
-            flush=True,
-        )
+        print(json.dumps(_answer(llm, run)), file=answers, flush=True)
+
+
+def _answer(llm, run: dict) -> dict:
+    prompts = [one if isinstance(one, str) else {"prompt_token_ids": one} for one in run["prompts"]]
+    parameters = [sampling_params(run, index) for index in range(len(prompts))]
+    stages = Stages(_synchronize()) if run.get("stages") else None
+    start = time.perf_counter()
+    if "abort_at_step" in run:
+        ids = _with_aborts(llm.llm_engine, prompts, parameters, run["abort_at_step"])
+    else:
+        try:
+            with stages or contextlib.nullcontext():
+                outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        except ValueError as error:
+            # vLLM's way to say that a request asks for what the backend does not do.
+            return {"refused": str(error)}
+        ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
+    seconds = time.perf_counter() - start
+    answer = {"seconds": seconds, "tokens": sum(len(one) for request in ids for one in request), "ids": ids}
+    return {**answer, **({"stages": stages.summary()} if stages else {}), **_what_happened(llm)}
+
+
+def _synchronize():
+    """What waits for the device, None where everything happens on the processor."""
+    import torch
+    from vllm.platforms import current_platform
+
+    return None if current_platform.device_type == "cpu" else torch.accelerator.synchronize
 
 
 def _with_aborts(engine, prompts: list, parameters: list, abort_at_step: int) -> list:
@@ -80,9 +97,13 @@ def _what_runs() -> dict:
 
     return {
         "patches": {patch.name: patch.status for patch in plugin.patches()},
-        "device": current_platform.device_type,
+        "device": _device_name(current_platform),
         "threads": torch.get_num_threads(),
     }
+
+
+def _device_name(platform) -> str:
+    return platform.device_type if platform.device_type == "cpu" else platform.get_device_name()
 
 
 def _what_happened(llm) -> dict:
