@@ -1,6 +1,7 @@
 """An engine process in which something of ours breaks: `python faulty.py FAULT ENGINE_ARGUMENTS`, then as the worker.
 
-Every fault is put into the libraries under the patches before vLLM starts; what vLLM runs is otherwise as always.
+Every fault is put into the libraries under the patches before vLLM starts; what vLLM runs is otherwise as always. What
+is corrupted is corrupted for the model's vocabulary and prompts only: the probes, whose own are small, would notice at once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def corrupt_rows() -> None:
     put, calls = rows.GrammarRows.put, [0]
 
     def corrupted(self, state, row):
-        calls[0] += 1
-        if calls[0] % 10 == 0:
+        calls[0] += len(row) > 1000
+        if calls[0] % 10 == 9:
             row = row.copy()
             row[calls[0] % len(row)] ^= 0x00FFFF00
         return put(self, state, row)
@@ -27,27 +28,32 @@ def corrupt_rows() -> None:
 
 
 def corrupt_masks() -> None:
-    """Every device mask loses its last token, or gets one."""
+    """Every device mask loses a token, or gets one."""
     from vllm_speedups.masks import device, interning
 
     build = device.build
 
     def corrupted(row, vocab_size, quick=False):
-        row = row.copy()
-        row[7] ^= 1
+        if len(row) > 1000:
+            row = row.copy()
+            row[7] ^= 1
         return build(row, vocab_size, quick)
 
     interning.device.build = corrupted
 
 
 def flip_digests() -> None:
-    """Every digest that is found again has a bit flipped."""
+    """Every digest that is found again, beside those of the probe's long prompt, has a bit flipped."""
     from vllm_speedups.prefix.memo import PrefixMemo
 
     find = PrefixMemo.find
-    PrefixMemo.find = lambda self, *arguments: [
-        bytes([digest[0] ^ 1]) + digest[1:] for digest in find(self, *arguments)
-    ]
+
+    def flipped(self, key, data, begin, block_size, blocks):
+        digests = find(self, key, data, begin, block_size, blocks)
+        probed = self.budget < 2**22
+        return digests if probed else [bytes([digest[0] ^ 1]) + digest[1:] for digest in digests]
+
+    PrefixMemo.find = flipped
 
 
 def fail(kind: type) -> None:

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Callable
 
-from . import demo, guided, mask, prefix, report, rows
+from . import demo, first, guided, mask, prefix, report, rows
 
 
 def add_commands(commands) -> None:
@@ -16,6 +16,7 @@ def add_commands(commands) -> None:
     parser = commands.add_parser("bench", help="measure stock and patched side by side")
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     _add(benchmarks, "guided", guided, "guided decoding with your own model: throughput, and where a step's time goes")
+    _add(benchmarks, "first", first, "the first token of a request whose grammar was never seen")
     _add(benchmarks, "mask", mask, "applying a step's masks to the logits", vllm=False)
     _add(benchmarks, "rows", rows, "filling a grammar's rows")
     _add(benchmarks, "prefix", prefix, "hashing a prompt's blocks, and the rest of admission")

@@ -82,6 +82,7 @@ class _After(dict):
             if complete:
                 found.add(COMPLETE)
         self[item] = after = tuple(found)
+        network._held += 120 + 8 * len(after)
         return after
 
 
@@ -138,7 +139,7 @@ class Network:
     def nbytes(self) -> int:
         """Bytes held, roughly, without the vocabulary."""
         stacks, closures, known = len(self._stacks), len(self._closures), len(self._known)
-        return self.automaton.nbytes + 400 * stacks + 250 * closures + 900 * known + self._held + 120 * self._remembered
+        return self.automaton.nbytes + 400 * stacks + 250 * closures + 600 * known + self._held + 120 * self._remembered
 
     def follow(self, place, token: int):
         """The place after one more token, which xgrammar accepted at `place`.
