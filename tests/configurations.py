@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
 from chat_model import build_chat_model
-from configurations import CONFIGURATIONS, NotHere, compare
+from matrix import CONFIGURATIONS, NotHere, compare
 
 from vllm_speedups.bench.models import build_model
 
@@ -32,8 +32,11 @@ def main() -> int:
     ]
     if not chosen:
         parser.error(f"no configuration is called so; there are: {'; '.join(CONFIGURATIONS)}")
-    print("| configuration | asked | requests | guided tokens | answers that differ | processes patched |", flush=True)
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    print(
+        "| configuration | asked | requests | guided tokens | answers that differ | processes | rows copied |",
+        flush=True,
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     tokens = failures = 0
     with tempfile.TemporaryDirectory() as folder:
         models = {"plain": build_model(Path(folder) / "plain"), "chat": build_chat_model(Path(folder) / "chat")}
@@ -42,7 +45,7 @@ def main() -> int:
             try:
                 works = compare(configuration, models, options.scale, options.stock_alone)
             except NotHere as reason:
-                print(f"| {configuration.name} | not run: {reason} | | | | |", flush=True)
+                print(f"| {configuration.name} | not run: {reason} | | | | | |", flush=True)
                 continue
             print(f"{configuration.name}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
             for found in works:
@@ -55,6 +58,7 @@ def main() -> int:
                     f"{found['guided']:,}",
                     found["different"] or "none",
                     found["processes"] or "",
+                    f"{found['copied']:,}",
                 )
                 print("| " + " | ".join(map(str, cells)) + " |", flush=True)
                 for example in found["examples"]:
@@ -63,7 +67,7 @@ def main() -> int:
                     print(f"  the server refused: {found['errors']}", file=sys.stderr)
                 if not found["evidence"]:
                     print(f"  {found['work']}: it did not take place", file=sys.stderr)
-    print(f"| all | | | {tokens:,} | {'see above' if failures else 'none'} | |")
+    print(f"| all | | | {tokens:,} | {'see above' if failures else 'none'} | | |")
     return 1 if failures else 0
 
 

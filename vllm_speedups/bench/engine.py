@@ -102,6 +102,11 @@ class Engine:
         print(json.dumps({"call": method, "arguments": arguments}), file=self._process.stdin, flush=True)
         return self._answer()
 
+    @property
+    def pid(self) -> int:
+        """The process that runs it, or starts those that do."""
+        return self._process.pid
+
     def output(self) -> str:
         """What the process has printed so far."""
         self._log.seek(0)

@@ -86,6 +86,11 @@ class Server:
         """Resident bytes of all its processes; pages that several share count once a process."""
         return float(sum(_resident(pid) for pid in self.processes()))
 
+    @property
+    def pid(self) -> int:
+        """The process that was started, which starts the others."""
+        return self._process.pid
+
     def processes(self) -> list:
         """The ids of the server's process and all that it started."""
         return _family(self._process.pid)

@@ -16,6 +16,7 @@ from typing import Callable
 
 from chat_model import mark_id
 
+from vllm_speedups import reporter
 from vllm_speedups.bench.engine import Engine, engine_arguments
 from vllm_speedups.bench.schemas import BOUNDED, SCHEMAS
 from vllm_speedups.bench.server import Server
@@ -434,8 +435,8 @@ def compare(configuration: Configuration, models: dict, scale: float = 1.0, stoc
     """Run a configuration stock and patched, or stock twice. For each of its works a dictionary:
 
     `work`, the `requests` and `guided` tokens compared, the number of `different` answers and the first of them as
-    `examples`, the `errors` that the server answered, whether `evidence` was found in both, and how many `processes` of
-    the patched vLLM say that patches were applied.
+    `examples`, the `errors` that the server answered, whether `evidence` was found in both, how many `processes` of the
+    patched vLLM say that patches are applied, and how many rows they had `copied` from their caches by then.
     """
     choices = (False, not stock_alone)
     with ExitStack() as up:
@@ -448,9 +449,9 @@ def compare(configuration: Configuration, models: dict, scale: float = 1.0, stoc
                 one = pair[index] if pair else alone.enter_context(start(configuration, models, patched))
                 one.wait_until_ready()
                 runs.append([_run(work, one, scale) for work in configuration.works])
-                processes = _processes_patched(one)
+                processes, copied = _patched(one)
     return [
-        {"work": work.name, **_difference(*outcomes), "processes": processes}
+        {"work": work.name, **_difference(*outcomes), "processes": processes, "copied": copied}
         for work, *outcomes in zip(configuration.works, *runs)
     ]
 
@@ -477,7 +478,14 @@ def _difference(stock: tuple, other: tuple) -> dict:
     }
 
 
-def _processes_patched(one) -> int:
-    if isinstance(one, Engine) and one.about["patches"]:
-        return 1
-    return sum(" applied block-hashes" in line for line in one.output().splitlines())
+def _patched(one) -> tuple:
+    """How many processes of an Engine or a Server say that patches are applied, and how many rows came from caches."""
+    states = [state for state in map(reporter.ask, reporter.pids(one.pid)) if state]
+    applied = [state for state in states if any(patch["status"] == "applied" for patch in state["patches"])]
+    copied = sum(
+        patch["counters"].get("hits", 0)
+        for state in applied
+        for patch in state["patches"]
+        if patch["name"] not in ("block-hashes", "grammar-masks")
+    )
+    return len(applied), copied
