@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -124,6 +126,65 @@ def test_only_expensive_rows_are_remembered_and_nothing_before_one_was():
     assert request.look_up() is None
     request.trail.rollback(1)
     assert np.array_equal(request.look_up(), row)
+
+
+def test_tries_count_although_no_row_is_worth_keeping():
+    tracker, grammar, request = request_without_automaton()
+    grammar.dear = True
+    before = tracker.nbytes
+    for step in range(10 * tracking.ACCOUNT_EVERY):
+        request.look_up()
+        request.filled(np.zeros(2, np.int32), EXPENSIVE / 2)
+        request.trail.accept([step])
+    assert tracker.nbytes - before >= 400 * 9 * tracking.ACCOUNT_EVERY
+
+
+class _Stuck:
+    """Sources of networks, of which the first does not end before it is told to."""
+
+    def __init__(self):
+        self.begun, self.may_end, self.asked = threading.Event(), threading.Event(), []
+
+    def __call__(self):
+        self.asked.append(1)
+        self.begun.set()
+        self.may_end.wait(60)
+        raise Unsupported("a test")
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_only_a_few_networks_wait_to_be_built_and_the_others_ask_again():
+    tracker, source = Tracker(RowCache(2**20), 2**20, Counter()), _Stuck()
+    grammars = [tracker.grammar(number) for number in range(tracking.MAX_WAITING + 3)]
+    tracker.request_build(grammars[0], source)
+    source.begun.wait(60)
+    for grammar in grammars[1:]:
+        grammar.fill_s = 1.0
+        tracker.request_build(grammar, source)
+    assert [grammar.fill_s for grammar in grammars[-2:]] == [0.0, 0.0]
+    assert all(grammar.fill_s == float("-inf") for grammar in grammars[:-2])
+    source.may_end.set()
+    wait_until(lambda: len(source.asked) == len(grammars) - 2)
+    tracker.request_build(grammars[-1], source)
+    wait_until(lambda: grammars[-1].reason)
+
+
+def test_building_waits_until_time_or_savings_pay_for_it():
+    tracker, source = Tracker(RowCache(2**20), 2**20, Counter()), _Stuck()
+    source.may_end.set()
+    tracker._builds.allows(time.monotonic())
+    tracker._builds.spend(1e6)
+    tracker.request_build(tracker.grammar("g"), source)
+    time.sleep(0.1)
+    assert not source.asked
+    tracker.saved = 2e7
+    wait_until(lambda: source.asked)
 
 
 def test_histories_are_forgotten_least_recently_used_first():

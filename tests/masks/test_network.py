@@ -18,8 +18,18 @@ import xgrammar as xgr
 
 from vllm_speedups.masks import network as network_module
 from vllm_speedups.masks.network import Full, Network
+from vllm_speedups.masks.pace import Later
 from vllm_speedups.masks.printed import agrees
-from vllm_speedups.masks.serialized import Unsupported, Vocabulary, longest_token, parse
+from vllm_speedups.masks.serialized import (
+    CALL,
+    EPSILON,
+    REPEAT,
+    Unsupported,
+    Vocabulary,
+    _nullable,
+    longest_token,
+    parse,
+)
 from vllm_speedups.masks.trail import Lost, Trail
 from vllm_speedups.patches.xgrammar_states import automaton_of, vocabulary_of
 
@@ -40,7 +50,7 @@ def test_rows_and_completion_are_xgrammars(name):
         counts = walking.walk(
             tongue, compiled, outputs=8, length=60, seed=1, spell_out=name not in ("a count that recurs",)
         )
-    except Full:
+    except Unsupported:
         assert name == "a count that recurs"
         return
     assert counts["hits"], counts
@@ -160,6 +170,123 @@ def test_a_full_network_says_so_and_still_walks_what_it_knows(monkeypatch):
     assert network.closed and len(network) == 20
     again = Trail(network.initial, network.follow, [token] * 3)
     assert again.place() is trail.places[3]
+
+
+AMBIGUOUS = 'root ::= ({}){} "."\n{}'.format(
+    " | ".join(f"r{i}" for i in range(60)),
+    "*",
+    "\n".join(f'r{i} ::= [xX] | [xX] r{i} "{chr(97 + i % 20)}{i}"' for i in range(60)),
+)
+
+
+class _Always:
+    """A pace that allows everything, and hears of every walk."""
+
+    def __init__(self):
+        self.spent = []
+
+    def allows(self, now):
+        return True
+
+    def spend(self, seconds):
+        self.spent.append(seconds)
+
+
+def test_a_walk_that_takes_long_stops_within_the_token_and_gets_further_each_time(monkeypatch):
+    monkeypatch.setattr(network_module, "LONGEST_WALK", -1.0)
+    tongue = walking.small()
+    compiled, whole = network_of("ebnf", AMBIGUOUS)
+    pace = _Always()
+    network = Network(parse(compiled.grammar.serialize_json()), tongue.vocabulary, tongue.longest, pace)
+    tokens = [tongue.vocabulary.index(b"x")] * 3
+    trail, attempts = Trail(network.initial, network.follow, tokens), 0
+    while len(trail.places) <= len(tokens):
+        with contextlib.suppress(Later):
+            trail.place()
+        attempts += 1
+        assert attempts < 100_000
+    assert attempts > 20 and len(pace.spent) >= attempts - 1
+    expected = Trail(whole.initial, whole.follow, tokens)
+    expected.place()
+    # Stacks are numbered as they are met, by both in the same order.
+    assert [place.items for place in trail.places] == [place.items for place in expected.places]
+    assert [place.complete for place in trail.places] == [place.complete for place in expected.places]
+
+
+def test_grammars_that_lead_to_too_many_items_are_declined(monkeypatch):
+    monkeypatch.setattr(network_module, "MAX_WIDTH", 1000)
+    _, network = network_of("ebnf", AMBIGUOUS)
+    token = walking.small().vocabulary.index(b"x")
+    with pytest.raises(Unsupported, match="ambiguous") as raised:
+        Trail(network.initial, network.follow, [token] * 3).place()
+    assert not isinstance(raised.value, Full) and network.closed
+
+
+def test_counts_that_nest_without_end_fill_the_network():
+    _, network = network_of(*grammars.HAND_MADE["a count that recurs"])
+    token = walking.small().vocabulary.index(b"(")
+    trail = Trail(network.initial, network.follow, [token] * 10_000)
+    with pytest.raises(Full):
+        trail.place()
+    assert network.nbytes < 10e6
+
+
+def test_a_network_past_its_budget_is_full():
+    tongue = walking.small()
+    compiled, _ = network_of("ebnf", grammars.HAND_MADE["palindromes"][1])
+    network = Network(parse(compiled.grammar.serialize_json()), tongue.vocabulary, tongue.longest, budget=200_000)
+    token = tongue.vocabulary.index(b"a")
+    with pytest.raises(Full):
+        Trail(network.initial, network.follow, [token] * 10_000).place()
+    assert network._grown < 210_000
+
+
+@RELAXED
+@given(st.integers(0, 2**32))
+def test_the_rules_that_may_be_empty_are_the_least_fixpoint(seed):
+    random_ = random.Random(seed)
+    count = random_.randrange(1, 9)
+    states = 4 * count
+    edges, auxiliary = [], []
+    for _ in range(states):
+        leaving = []
+        for _ in range(random_.randrange(3)):
+            kind, target = random_.choice([65, EPSILON, CALL, CALL, REPEAT]), random_.randrange(states)
+            value = 65 if kind == 65 else random_.randrange(count)
+            if kind == REPEAT:
+                auxiliary += [value, random_.randrange(2), 9]
+                value = len(auxiliary) - 3
+            leaving.append((kind, value, target))
+        edges.append(leaving)
+    rules = [(random_.randrange(states), random_.sample(range(states), random_.randrange(2))) for _ in range(count)]
+    assert _nullable(edges, auxiliary, rules) == _plainly_nullable(edges, auxiliary, rules)
+
+
+def _plainly_nullable(edges, auxiliary, rules):
+    """By the definition: over and over, until nothing is added."""
+    found = set()
+    for _ in range(len(rules) + 1):
+        for rule, (start, ends) in enumerate(rules):
+            reached = {start}
+            for _ in range(len(edges)):
+                for state in list(reached):
+                    for kind, value, target in edges[state]:
+                        if (
+                            kind == EPSILON
+                            or (kind == CALL and value in found)
+                            or (kind == REPEAT and (auxiliary[value] in found or not auxiliary[value + 1]))
+                        ):
+                            reached.add(target)
+            if reached & set(ends):
+                found.add(rule)
+    return found
+
+
+def test_a_long_chain_of_rules_that_may_be_empty_takes_one_pass():
+    count = 50_000
+    edges = [[(CALL, rule + 1, count + rule)] for rule in range(count - 1)] + [[]] + [[] for _ in range(count)]
+    rules = [(rule, [count + rule]) for rule in range(count - 1)] + [(count - 1, [count - 1])]
+    assert len(_nullable(edges, [], rules)) == count
 
 
 def test_what_a_network_holds_is_accounted_for():

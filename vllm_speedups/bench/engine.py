@@ -96,6 +96,17 @@ class Engine:
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
+    def call(self, method: str, **arguments):
+        """What a method of vLLM's `LLM` returns, if JSON can carry it."""
+        self.wait_until_ready()
+        print(json.dumps({"call": method, "arguments": arguments}), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    @property
+    def pid(self) -> int:
+        """The process that runs it, or starts those that do."""
+        return self._process.pid
+
     def output(self) -> str:
         """What the process has printed so far."""
         self._log.seek(0)

@@ -23,6 +23,10 @@ def sampling_params(run: dict, index: int):
     guide = run.get("guide")
     if isinstance(guide, list):
         guide = guide[index % len(guide)]
+    more = dict(run.get("sampling", {}))
+    if "logit_bias" in more:
+        # JSON knows no numbers for keys.
+        more["logit_bias"] = {int(token): bias for token, bias in more["logit_bias"].items()}
     return SamplingParams(
         max_tokens=run["max_tokens"],
         temperature=run.get("temperature", 1.0),
@@ -30,6 +34,7 @@ def sampling_params(run: dict, index: int):
         # A seed each, so that the ids do not depend on which requests happened to share a step.
         seed=None if run.get("temperature") == 0 else run["seed"] + index,
         structured_outputs=StructuredOutputsParams(**guide) if guide else None,
+        **more,
     )
 
 
@@ -42,7 +47,8 @@ def serve(engine_arguments: dict, answers) -> None:
     print(json.dumps({"ready_s": time.perf_counter() - start, **_what_runs()}), file=answers, flush=True)
     for line in sys.stdin:
         run = json.loads(line)
-        print(json.dumps(_answer(llm, run)), file=answers, flush=True)
+        answer = getattr(llm, run["call"])(**run["arguments"]) if "call" in run else _answer(llm, run)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _answer(llm, run: dict) -> dict:

@@ -13,6 +13,7 @@ are *far*: states hold them relative to a base, the base travels with the reques
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +31,11 @@ READ, COMPLETE = -1, -2
 
 # Bounds of one network. Past them it adds nothing more; the owner may begin another over the same automaton.
 MAX_STATES, MAX_STACKS, MAX_CLOSURE, MAX_REMEMBERED = 1 << 16, 1 << 16, 4096, 1 << 16
-
+# Items that one byte may lead to, those reached on several ways counted as often: uniting these takes 2 ms. And counts
+# within one stack: each stack lists its own, so nested repetitions would take memory with the square of their depth.
+MAX_WIDTH, MAX_COUNTS = 1 << 14, 64
+# Seconds after which a walk that makes new transitions stops, within a token too. What it made is kept.
+LONGEST_WALK = 0.002
 
 # Repetitions up to this bound are counted out: what that costs is less than finding the longest token.
 FEW = 128
@@ -82,7 +87,10 @@ class _After(dict):
             if complete:
                 found.add(COMPLETE)
         self[item] = after = tuple(found)
-        network._held += 120 + 8 * len(after)
+        network._held += 200 + 8 * len(after)
+        if time.perf_counter() > network._until:
+            # Not before one was found: every attempt gets further than the one before.
+            raise Later
         return after
 
 
@@ -99,11 +107,13 @@ class Network:
         vocabulary: Vocabulary | Sequence[bytes],
         horizon: int | None = None,
         pace: Pace | None = None,
+        budget: float = math.inf,
     ):
         """`vocabulary`: the bytes of each token id. `horizon`: at least the most bytes that any of them has.
 
         Without a horizon the vocabulary's `longest` is asked for where a repetition is long enough to care: a horizon
         beyond every bound only means that all counts are told apart. `pace`: when new transitions may be made.
+        `budget`: bytes that states, stacks and transitions may take.
 
         Raises:
             Unnumbered: the grammar is left-recursive at its start.
@@ -111,6 +121,7 @@ class Network:
         self.automaton = automaton
         self.vocabulary = vocabulary
         self.pace = pace
+        self.budget = budget
         if horizon is None:
             widest = max((upper for _, _, upper, _ in automaton.repeats.values()), default=0)
             horizon = vocabulary.longest if widest > FEW else widest
@@ -125,7 +136,8 @@ class Network:
         self._closures: dict = {}
         self._known: dict = {}
         self._remembered = 0
-        self._held = 0
+        self._held = 0  # bytes in lists of items, transitions and counts
+        self._until = math.inf  # when the walk at hand has to stop
         self._lock = threading.Lock()
         items, complete = self._close(automaton.root, 0)
         state, plan = self._state(set(items), complete, None)
@@ -138,8 +150,12 @@ class Network:
     @property
     def nbytes(self) -> int:
         """Bytes held, roughly, without the vocabulary."""
+        return self.automaton.nbytes + self._grown
+
+    @property
+    def _grown(self) -> int:
         stacks, closures, known = len(self._stacks), len(self._closures), len(self._known)
-        return self.automaton.nbytes + 400 * stacks + 250 * closures + 600 * known + self._held + 120 * self._remembered
+        return 400 * stacks + 250 * closures + 600 * known + self._held + 120 * self._remembered
 
     def follow(self, place, token: int):
         """The place after one more token, which xgrammar accepted at `place`.
@@ -169,41 +185,53 @@ class Network:
         start = time.perf_counter()
         if not 0 <= token < len(self.vocabulary):
             raise Lost(f"token {token} is not in the vocabulary")
-        here, plan, made = state, tuple((index, 0) for index in range(len(state.counters))), False
-        for byte_class in self.vocabulary[token].translate(self.automaton.classes):
-            step = here.steps.get(byte_class, state)
-            if step is state:
-                if not made and self.pace and not self.pace.allows(start):
-                    raise Later
-                made = True
-                step = self._step(here, byte_class)
-            if step is None:
-                raise Lost(f"no rule reads token {token}")
-            here, change = step
-            if change or plan:
-                plan = tuple(
-                    [
-                        (plan[source][0], plan[source][1] + added) if source >= 0 else (-1, added)
-                        for source, added in change
-                    ]
-                )
-        there = (here, plan) if here.counters else here
-        if self._remembered < MAX_REMEMBERED:
-            self._remembered += 1
-            state.next[token] = there
-        seconds = time.perf_counter() - start
-        self.walk_s += seconds
-        if made and self.pace:
-            self.pace.spend(seconds)
-        return there
+        here, plan, made, until = state, tuple((index, 0) for index in range(len(state.counters))), False, math.inf
+        try:
+            for byte_class in self.vocabulary[token].translate(self.automaton.classes):
+                step = here.steps.get(byte_class, state)
+                if step is state:
+                    if made:
+                        if time.perf_counter() > until:
+                            raise Later
+                    elif self.pace:
+                        if not self.pace.allows(start):
+                            raise Later
+                        until = start + LONGEST_WALK
+                    made = True
+                    step = self._step(here, byte_class, until)
+                if step is None:
+                    raise Lost(f"no rule reads token {token}")
+                here, change = step
+                if change or plan:
+                    plan = tuple(
+                        [
+                            (plan[source][0], plan[source][1] + added) if source >= 0 else (-1, added)
+                            for source, added in change
+                        ]
+                    )
+            there = (here, plan) if here.counters else here
+            if self._remembered < MAX_REMEMBERED:
+                self._remembered += 1
+                state.next[token] = there
+            return there
+        finally:
+            seconds = time.perf_counter() - start
+            self.walk_s += seconds
+            if made and self.pace:
+                self.pace.spend(seconds)
 
-    def _step(self, state: State, byte_class: int):
+    def _step(self, state: State, byte_class: int, until: float):
         """(state, plan) after a byte of a class, or None where no item reads it. Remembered."""
         with self._lock:
             if byte_class in state.steps:
                 return state.steps[byte_class]
+            self._until = until
             # One look-up an item, and no Python code in the loop: states of long counted strings have over 100 items.
-            items = set().union(*map(self._after[byte_class].__getitem__, state.items))
+            # What was found before time is up is found again at once.
+            after = list(map(self._after[byte_class].__getitem__, state.items))
+            if sum(map(len, after)) > MAX_WIDTH:
+                raise self._close_down("it is too ambiguous")
+            items = set().union(*after)
             if not items:
                 step = None
             else:
@@ -212,6 +240,7 @@ class Network:
                 items.discard(READ)
                 step = self._state(items, complete, state)
             state.steps[byte_class] = step
+            self._held += 150
             return step
 
     def _targets(self, at: int, byte_class: int) -> list:
@@ -260,6 +289,7 @@ class Network:
                     (automaton.starts[rule], 0, stack_ if self._is_end(target) else self._push(target, 0, stack_))
                 )
         closure = self._closures[stack * size + at] = (tuple(items), complete)
+        self._held += 8 * len(items)
         return closure
 
     def _is_end(self, state: int) -> bool:
@@ -279,13 +309,14 @@ class Network:
         known = self._stacks.get(key)
         if known is None:
             known = len(self._parent)
-            if known >= MAX_STACKS:
+            counts = self._counts[stack]
+            if known >= MAX_STACKS or len(counts) >= MAX_COUNTS:
                 raise self._close_down("it has too many stacks", Full)
             self._stacks[key] = known
             self._parent.append(stack)
             self._frames.append((state, count))
             self._depth.append(self._depth[stack] + 1)
-            counts = self._counts[stack]
+            self._held += 8 * len(counts)
             self._counts.append((*counts, (state, count)) if state in self.automaton.repeats else counts)
             if self._counts[known]:
                 self._counted.add(known)
@@ -307,7 +338,7 @@ class Network:
         key = tuple(sorted(items)), complete
         state = self._known.get(key)
         if state is None:
-            if len(self._known) >= MAX_STATES:
+            if len(self._known) >= MAX_STATES or self._grown > self.budget:
                 raise self._close_down("it has too many states", Full)
             self._known[key] = state = State(key[0], complete, counters, limits)
             self._held += 16 * len(items)

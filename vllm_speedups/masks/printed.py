@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from .pace import rest
 from .serialized import CALL, EPSILON, REPEAT, Automaton, Unsupported, assemble, parse
 
 _RULE_LINE = re.compile(r"[\w.\-]+ ::= ")
@@ -74,6 +75,7 @@ def _read(text: str) -> tuple:
         rules.append((int(header[3]), [int(state) for state in header[4].split(",") if state.strip()]))
         position = header.end()
         while text[position] != "]":
+            rest()
             state = _STATE.match(text, position)
             leaving, position = _edges(text, state.end(), auxiliary)
             if edges[int(state[1])] not in (None, leaving):

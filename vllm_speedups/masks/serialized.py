@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Callable
 
+from .pace import rest
+
 # The versions of the serialised form that this reader was proven against (xgrammar 0.2.8 writes v16).
 VERSIONS = ("v16",)
 
@@ -157,9 +159,10 @@ def _rules(text: str, position: int, complete: str) -> tuple:
     while True:
         if not text.startswith(opening, position):
             raise Unsupported("a rule has no automaton, or another than the grammar's")
-        rest = _RULE_REST.match(text, position + len(opening))
-        rules.append((int(rest[1]), [int(state) for state in rest[2].split(",") if state]))
-        position = rest.end() + 1
+        rest()
+        behind = _RULE_REST.match(text, position + len(opening))
+        rules.append((int(behind[1]), [int(state) for state in behind[2].split(",") if state]))
+        position = behind.end() + 1
         if text[position - 1] != ",":
             _expect(text, position - 1, "]")
             return rules, position
@@ -214,6 +217,7 @@ def assemble(edges: list, auxiliary: list, rules: list, root: int, nullable: fro
     )
     cuts, problem = {0}, ""
     for state, leaving in enumerate(edges):
+        rest()
         for kind, value, target in leaving:
             if kind >= 0:
                 automaton.reads[state].append((kind, value, target))
@@ -258,6 +262,7 @@ def _give_owners(automaton: Automaton, edges: list, rules: list) -> None:
             raise Unnumbered("two rules share a state")
         owner[start], work = rule, [start]
         while work:
+            rest()
             state = work.pop()
             for _, _, target in edges[state]:
                 if owner[target] == -1:
@@ -296,24 +301,37 @@ def _check_nullable(automaton: Automaton, edges: list, auxiliary: list, rules: l
 
 
 def _nullable(edges: list, auxiliary: list, rules: list) -> frozenset:
-    """The rules that may match the empty text, as a fixpoint."""
+    """The rules that may match the empty text.
+
+    Each search goes on where it was held up, once the rule that it waited for turns out to be one: in rounds over all
+    rules, a chain of some thousand rules would take minutes.
+    """
     nullable: set = set()
-    grown = True
-    while grown:
-        grown = False
-        for rule, (start, ends) in enumerate(rules):
-            if rule in nullable:
+    seen: list = [{start} for start, _ in rules]
+    waiting: dict = {}  # rule -> the searches that wait for it: (rule, the state behind the call)
+    work = [(rule, start) for rule, (start, _) in enumerate(rules)]
+    ends = [frozenset(final) for _, final in rules]
+    while work:
+        rest()
+        rule, state = work.pop()
+        if state in ends[rule] and rule not in nullable:
+            nullable.add(rule)
+            for caller, target in waiting.pop(rule, ()):
+                if target not in seen[caller]:
+                    seen[caller].add(target)
+                    work.append((caller, target))
+        for kind, value, target in edges[state]:
+            if kind == EPSILON:
+                called = None
+            elif kind == CALL:
+                called = value
+            elif kind == REPEAT:
+                called = auxiliary[value] if auxiliary[value + 1] else None
+            else:
                 continue
-            seen, work = {start}, [start]
-            while work:
-                for kind, value, target in edges[work.pop()]:
-                    free = kind == EPSILON or (kind == CALL and value in nullable)
-                    if kind == REPEAT:
-                        free = auxiliary[value] in nullable or auxiliary[value + 1] == 0
-                    if free and target not in seen:
-                        seen.add(target)
-                        work.append(target)
-            if seen & set(ends):
-                nullable.add(rule)
-                grown = True
+            if called is not None and called not in nullable:
+                waiting.setdefault(called, []).append((rule, target))
+            elif target not in seen[rule]:
+                seen[rule].add(target)
+                work.append((rule, target))
     return frozenset(nullable)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Callable
@@ -18,7 +19,7 @@ import numpy as np
 
 from .history import History
 from .network import Full, Network, State
-from .pace import Later, Pace
+from .pace import BUILD_MOST, BUILD_RETURNS, BUILD_SHARE, Later, Pace, resting
 from .rows import GrammarRows, RowCache, key_bytes
 from .serialized import Unnumbered, Unsupported
 from .trail import Lost, Trail
@@ -36,10 +37,13 @@ EXPENSIVE = 1e-4
 CATCH_UP, STRIDE = 512, 8
 # Rows between two looks of a request that was told to come later, or whose grammar was cheap for so many fills.
 WAIT, KNOWN_CHEAP = 8, 512
+# Networks that wait to be built: each holds on to a compiled grammar. What finds no place asks again.
+MAX_WAITING = 8
 # What an entry without network and trie costs beside its key, roughly.
 _ENTRY_BYTES = 2000
-# Misses between two looks at what networks and tries hold.
-ACCOUNT_EVERY = 64
+# Misses between two looks at what a grammar's network or trie holds, and seconds between two looks at all networks:
+# walks to states whose rows are known add to a network without a miss.
+ACCOUNT_EVERY, ACCOUNT_S = 64, 10.0
 
 
 class Arrays:
@@ -112,6 +116,8 @@ class Tracker:
         self.counters = counters
         self.nbytes = 0
         self.pace = Pace()
+        self.saved = 0.0  # seconds that copied rows had taken to fill, since building was last accounted for
+        self._builds = Pace(BUILD_SHARE, BUILD_MOST)
         self._grammars: OrderedDict = OrderedDict()
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -134,6 +140,9 @@ class Tracker:
 
     def request_build(self, grammar: Grammar, source: Callable[[], tuple]) -> None:
         """Have the network built, soon. `source` returns (Automaton, Vocabulary), on another thread."""
+        if self._jobs.qsize() >= MAX_WAITING:
+            grammar.fill_s, grammar.fills = 0.0, 0
+            return
         grammar.fill_s = float("-inf")
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
@@ -145,7 +154,7 @@ class Tracker:
         """Build the network now, on this thread. Never raises."""
         try:
             automaton, vocabulary = source()
-            grammar.network = Network(automaton, vocabulary, pace=self.pace)
+            grammar.network = Network(automaton, vocabulary, pace=self.pace, budget=self.budget)
             self.counters["networks built"] += 1
             self.account(grammar)
         except Unsupported as error:
@@ -155,8 +164,26 @@ class Tracker:
             self.decline(grammar, f"unexpected {type(error).__name__}")
 
     def _work(self) -> None:
+        counted = time.monotonic()
         while True:
-            self.build(*self._jobs.get())
+            if time.monotonic() - counted > ACCOUNT_S:
+                self.account_all()
+                counted = time.monotonic()
+            try:
+                job = self._jobs.get(timeout=ACCOUNT_S)
+            except queue.Empty:
+                continue
+            # A client can have as many networks built as it sends grammars, and none need ever pay.
+            while not self._builds.allows(time.monotonic()):
+                saved, self.saved = self.saved, 0.0
+                self._builds.earn(saved * BUILD_RETURNS)
+                time.sleep(0.02)
+            begun = time.thread_time()
+            with resting():
+                self.build(*job)
+            self._builds.spend(time.thread_time() - begun)
+            # Whoever waits for the next job holds nothing of the last.
+            del job
 
     def decline(self, grammar: Grammar, reason: str, keeps: bool = False) -> None:
         """Give no state ids for this grammar any more. `keeps`: its expensive rows are kept under the exact tokens."""
@@ -169,21 +196,32 @@ class Tracker:
             if grammar.network is not network:
                 return
         if grammar.worth.balance > 0 and not grammar.reason:
-            grammar.network = Network(network.automaton, network.vocabulary, network.horizon, self.pace)
+            grammar.network = Network(network.automaton, network.vocabulary, network.horizon, self.pace, self.budget)
             self.counters["networks begun anew"] += 1
         else:
             self.decline(grammar, network.closed or "its network is full", keeps=True)
 
     def account(self, grammar: Grammar) -> None:
-        """Count what a grammar holds, and forget the least recently used ones past the budget."""
+        """Count what a grammar in use holds, and forget the least recently used ones past the budget."""
         with self._lock:
             if self._grammars.get(grammar.key) is not grammar:
                 return
-            size = grammar.nbytes
-            self.nbytes += size - grammar.counted
-            grammar.counted = size
+            self._count(grammar)
             self._grammars.move_to_end(grammar.key)
             self._trim()
+
+    def account_all(self) -> None:
+        """The same for all that have a network, used or not."""
+        with self._lock:
+            for grammar in self._grammars.values():
+                if grammar.network is not None:
+                    self._count(grammar)
+            self._trim()
+
+    def _count(self, grammar: Grammar) -> None:
+        size = grammar.nbytes
+        self.nbytes += size - grammar.counted
+        grammar.counted = size
 
     def _trim(self) -> None:
         while self.nbytes > self.budget and self._grammars:
@@ -236,6 +274,7 @@ class Request:
         row = self.grammar.rows.rows.get(state.number)
         if row is not None:
             self.grammar.worth.hit(state.cost)
+            self.tracker.saved += state.cost
         return row
 
     def filled(self, row: np.ndarray, seconds: float) -> None:
@@ -246,6 +285,10 @@ class Request:
         if state is None:
             self._unknown(seconds)
             return
+        # Rows kept or not, a miss may have made a place.
+        grammar.misses += 1
+        if grammar.misses % ACCOUNT_EVERY == 0:
+            self.tracker.account(grammar)
         if state.__class__ is not State:
             if seconds < EXPENSIVE:
                 return
@@ -257,9 +300,6 @@ class Request:
                 return
         state.cost = seconds
         grammar.rows.put(state.number, row)
-        grammar.misses += 1
-        if grammar.misses % ACCOUNT_EVERY == 0:
-            self.tracker.account(grammar)
 
     def _unknown(self, seconds: float) -> None:
         grammar = self.grammar
