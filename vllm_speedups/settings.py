@@ -17,7 +17,11 @@ STRICT = "VLLM_SPEEDUPS_STRICT"
 MASK_CACHE_MB = "VLLM_SPEEDUPS_MASK_CACHE_MB"
 ROW_CACHE_MB = "VLLM_SPEEDUPS_ROW_CACHE_MB"
 PREFIX_MEMO_MB = "VLLM_SPEEDUPS_PREFIX_MEMO_MB"
-VARIABLES = (DISABLE, ENABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB)
+CUDA_MASKS = "VLLM_SPEEDUPS_CUDA_MASKS"
+VARIABLES = (DISABLE, ENABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB, CUDA_MASKS)
+
+# Switched on together with the CUDA form of `grammar-masks`, which is for the other model runner.
+WORKER_MASKS = "worker-masks"
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,17 @@ class Settings:
     mask_cache_mb: float = 256
     row_cache_mb: float = 256
     prefix_memo_mb: float = 64
+    cuda_masks: bool = False
 
     def disables(self, patch) -> str:
         """Why a patch, anything with `name` and `off_by_default`, stays off; empty where it does not."""
         if "all" in self.disable or patch.name in self.disable:
             return "switched off by the user"
         if patch.off_by_default and patch.name not in self.enable:
-            return f"off by default ({ENABLE}={patch.name} to use it): {patch.off_by_default}"
+            if patch.name != WORKER_MASKS:
+                return f"off by default ({ENABLE}={patch.name} to use it): {patch.off_by_default}"
+            if not self.cuda_masks:
+                return f"off by default ({CUDA_MASKS}=1 to use it): {patch.off_by_default}"
         return ""
 
     def unknown(self, known: set) -> list:
@@ -85,6 +93,7 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
         mask_cache_mb=budget(MASK_CACHE_MB, Settings.mask_cache_mb),
         row_cache_mb=budget(ROW_CACHE_MB, Settings.row_cache_mb),
         prefix_memo_mb=budget(PREFIX_MEMO_MB, Settings.prefix_memo_mb),
+        cuda_masks=switch(CUDA_MASKS),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_speedups import settings
 from vllm_speedups.masks.apply import MaskApplier
+from vllm_speedups.masks.cuda import CudaMasks, usable
 from vllm_speedups.masks.packed import WORD, words_for
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
@@ -22,11 +23,34 @@ def build(context) -> dict:
     """The replacement of `apply_grammar_bitmask`, with a mask cache of its own."""
     stock = context.stock[TARGET]
     counts = counters("grammar-masks")
-    applier = MaskApplier(int(settings.current().mask_cache_mb * 2**20), counts)
+    budget = int(settings.current().mask_cache_mb * 2**20)
+    applier = MaskApplier(budget, counts)
+    cuda = CudaMasks(budget, counts) if settings.current().cuda_masks else None
     strided, warned = context.form == STRIDED, False
+
+    def placed(scheduler_output, grammar_output, input_batch) -> tuple:
+        rows, guided = grammar_output.grammar_bitmask, grammar_output.structured_output_request_ids
+        stride = len(rows) // len(guided) if strided else None
+        places, indices = _places(scheduler_output.scheduled_spec_decode_tokens, guided, input_batch.req_ids, stride)
+        if places != list(range(len(rows))):
+            rows = rows[places]
+        return np.ascontiguousarray(rows), indices
+
+    def on_cuda(*step) -> None:
+        try:
+            rows, indices = placed(*step[:3])
+        except Exception as error:
+            stock(*step)
+            context.failed(error)
+            return
+        if not cuda.apply(step[3], rows, indices, lambda: stock(*step)):
+            counts["stock"] += 1
+            stock(*step)
 
     def apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits):
         nonlocal warned
+        if cuda is not None and usable(logits):
+            return on_cuda(scheduler_output, grammar_output, input_batch, logits)
         rows = grammar_output.grammar_bitmask
         if not applier.supports(logits) or rows.dtype != np.int32:
             counts["stock"] += 1
@@ -36,14 +60,7 @@ def build(context) -> dict:
             warned = True
             return stock(scheduler_output, grammar_output, input_batch, logits)
         try:
-            guided = grammar_output.structured_output_request_ids
-            stride = len(rows) // len(guided) if strided else None
-            places, indices = _places(
-                scheduler_output.scheduled_spec_decode_tokens, guided, input_batch.req_ids, stride
-            )
-            if places != list(range(len(rows))):
-                rows = rows[places]
-            applier.apply(logits, np.ascontiguousarray(rows), indices)
+            applier.apply(logits, *placed(scheduler_output, grammar_output, input_batch))
         except Exception as error:
             # Counted only where stock does not raise too.
             stock(scheduler_output, grammar_output, input_batch, logits)

@@ -21,11 +21,11 @@ ALLOWED_SHARE = 1 / 200
 DISALLOWED_SHARE = 1 / 20
 
 # The integer type that views a logit, and the bits of its minus infinity.
-_VIEWS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+VIEWS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _MINUS_INFINITY = {
-    dtype: int(torch.tensor([-math.inf], dtype=dtype).view(view).item()) for dtype, view in _VIEWS.items()
+    dtype: int(torch.tensor([-math.inf], dtype=dtype).view(view).item()) for dtype, view in VIEWS.items()
 }
-DTYPES = frozenset(_VIEWS)
+DTYPES = frozenset(VIEWS)
 
 
 class AllowedIds:
@@ -86,7 +86,7 @@ class Applier:
         groups: dict = {AllowedIds: [], DisallowedIds: [], Dense: dense, Unpacked: dense}
         for pair in sorted(placed, key=itemgetter(0)):
             groups[pair[1].__class__].append(pair)
-        bits = logits.detach().view(_VIEWS[logits.dtype])[:, :vocab_size]
+        bits = logits.detach().view(VIEWS[logits.dtype])[:, :vocab_size]
         if groups[AllowedIds]:
             _keep_allowed(bits, _MINUS_INFINITY[logits.dtype], groups[AllowedIds])
         if groups[DisallowedIds]:
