@@ -71,6 +71,8 @@ answer["version"] = plugin.vllm_version()
 def zygote():
     read, write = os.pipe()
     environ = {key: value for key, value in os.environ.items() if key not in (*settings.VARIABLES, "VLLM_PLUGINS")}
+    # So that every patch is on.
+    environ[settings.CUDA_MASKS] = "1"
     process = subprocess.Popen(
         [sys.executable, "-c", ZYGOTE, str(write)], stdin=subprocess.PIPE, pass_fds=[write], env=environ, text=True
     )

@@ -28,7 +28,9 @@ DEFAULTS = {
     "verify_dump": None,
     "status": True,
     "log_minutes": 5,
+    "cuda_masks": False,
 }
+SWITCHES = {settings.STRICT: "strict", settings.CUDA_MASKS: "cuda_masks"}
 
 
 def read(**environ) -> tuple:
@@ -63,18 +65,19 @@ def test_a_budget_that_makes_sense_is_used(variable, text, value):
     assert dataclasses.asdict(found) == {**DEFAULTS, BUDGETS[variable]: value} and warnings == []
 
 
+@pytest.mark.parametrize("variable", SWITCHES)
 @pytest.mark.parametrize(
-    ("text", "strict", "warned"),
+    ("text", "on", "warned"),
     [
         *[(text, True, 0) for text in ("1", "true", " YES ", "on")],
         *[(text, False, 0) for text in ("0", "False", "off", "no", " ")],
         *[(text, False, 1) for text in ("2", "maybe", "-1")],
     ],
 )
-def test_switches(text, strict, warned):
-    found, warnings = read(**{settings.STRICT: text})
-    assert found.strict is strict and len(warnings) == warned
-    assert all(settings.STRICT in warning and repr(text) in warning for warning in warnings)
+def test_switches(variable, text, on, warned):
+    found, warnings = read(**{variable: text})
+    assert getattr(found, SWITCHES[variable]) is on and len(warnings) == warned
+    assert all(variable in warning and repr(text) in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +118,19 @@ def test_a_patch_that_is_off_by_default_waits_to_be_asked_for():
     assert "by the user" in read(**{settings.ENABLE: "new", settings.DISABLE: "new"})[0].disables(patch)
 
 
+def test_masks_on_cuda_are_one_switch_for_both_model_runners():
+    patch = SimpleNamespace(name="worker-masks", off_by_default="not measured yet")
+    assert settings.CUDA_MASKS in read()[0].disables(patch) and "not measured yet" in read()[0].disables(patch)
+    assert read(**{settings.CUDA_MASKS: "1"})[0].disables(patch) == ""
+    assert read(**{settings.ENABLE: "worker-masks"})[0].disables(patch) == ""
+    assert "by the user" in read(**{settings.CUDA_MASKS: "1", settings.DISABLE: "worker-masks"})[0].disables(patch)
+
+
 def test_every_nonsense_value_is_warned_about_on_its_own():
-    found, warnings = read(**dict.fromkeys([*BUDGETS, settings.STRICT], "x"))
-    assert dataclasses.asdict(found) == DEFAULTS and len(warnings) == 4
-    assert [sum(name in warning for warning in warnings) for name in (*BUDGETS, settings.STRICT)] == [1] * 4
+    variables = [*BUDGETS, *SWITCHES]
+    found, warnings = read(**dict.fromkeys(variables, "x"))
+    assert dataclasses.asdict(found) == DEFAULTS and len(warnings) == len(variables)
+    assert [sum(name in warning for warning in warnings) for name in variables] == [1] * len(variables)
 
 
 @given(st.dictionaries(st.sampled_from(settings.VARIABLES), st.text()))

@@ -111,6 +111,11 @@ def text(report: dict) -> str:
         lines += ["", "patches"]
     for patch in report["patches"]:
         lines.append(f"  {patch['name']:18} {patch['status']:10} {patch['reason'] or patch['summary']}")
+    if report["patches"] and not report["settings"]["cuda_masks"]:
+        lines += [
+            "",
+            f"logits on CUDA are masked by stock: {settings.CUDA_MASKS}=1 keeps masks there, not yet measured on a GPU",
+        ]
     lines += ["", "settings"]
     values = report["settings"]
     for variable, key in zip(settings.VARIABLES, values):

@@ -22,6 +22,7 @@ VERIFY = "VLLM_SPEEDUPS_VERIFY"
 VERIFY_DUMP = "VLLM_SPEEDUPS_VERIFY_DUMP"
 STATUS = "VLLM_SPEEDUPS_STATUS"
 LOG_MINUTES = "VLLM_SPEEDUPS_LOG_MINUTES"
+CUDA_MASKS = "VLLM_SPEEDUPS_CUDA_MASKS"
 VARIABLES = (
     DISABLE,
     ENABLE,
@@ -33,7 +34,11 @@ VARIABLES = (
     VERIFY_DUMP,
     STATUS,
     LOG_MINUTES,
+    CUDA_MASKS,
 )
+
+# Switched on together with the CUDA form of `grammar-masks`, which is for the other model runner.
+WORKER_MASKS = "worker-masks"
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,17 @@ class Settings:
     verify_dump: str | None = None
     status: bool = True
     log_minutes: float = 5
+    cuda_masks: bool = False
 
     def disables(self, patch) -> str:
         """Why a patch, anything with `name` and `off_by_default`, stays off; empty where it does not."""
         if "all" in self.disable or patch.name in self.disable:
             return "switched off by the user"
         if patch.off_by_default and patch.name not in self.enable:
-            return f"off by default ({ENABLE}={patch.name} to use it): {patch.off_by_default}"
+            if patch.name != WORKER_MASKS:
+                return f"off by default ({ENABLE}={patch.name} to use it): {patch.off_by_default}"
+            if not self.cuda_masks:
+                return f"off by default ({CUDA_MASKS}=1 to use it): {patch.off_by_default}"
         return ""
 
     def unknown(self, known: set) -> list:
@@ -114,6 +123,7 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
         verify_dump=environ.get(VERIFY_DUMP, "").strip() or None,
         status=switch(STATUS, Settings.status),
         log_minutes=number(LOG_MINUTES, Settings.log_minutes, 1e6, "a number of minutes, 0 or more"),
+        cuda_masks=switch(CUDA_MASKS),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_speedups import settings
 from vllm_speedups.masks.apply import MaskApplier
+from vllm_speedups.masks.cuda import CudaMasks, usable
 from vllm_speedups.masks.device import VIEWS
 from vllm_speedups.masks.packed import WORD, words_for
 from vllm_speedups.patching import Declined
@@ -23,30 +24,52 @@ def build(context) -> dict:
     """The replacement of `apply_grammar_bitmask`, with a mask cache of its own."""
     stock = context.stock[TARGET]
     counts = counters("grammar-masks")
-    applier = MaskApplier(int(settings.current().mask_cache_mb * 2**20), counts)
+    budget = int(settings.current().mask_cache_mb * 2**20)
+    applier = MaskApplier(budget, counts)
     gauge("grammar-masks", "bytes", lambda: applier.table.nbytes)
     gauge("grammar-masks", "masks", lambda: len(applier.table))
+    cuda = CudaMasks(budget, counts) if settings.current().cuda_masks else None
     strided, warned = context.form == STRIDED, False
     verifies = context.verifies
 
+    def placed(scheduler_output, grammar_output, input_batch) -> tuple:
+        rows, guided = grammar_output.grammar_bitmask, grammar_output.structured_output_request_ids
+        stride = len(rows) // len(guided) if strided else None
+        places, indices = _places(scheduler_output.scheduled_spec_decode_tokens, guided, input_batch.req_ids, stride)
+        if places != list(range(len(rows))):
+            rows = rows[places]
+        return np.ascontiguousarray(rows), indices
+
+    def on_cuda(*step) -> None:
+        try:
+            rows, indices = placed(*step[:3])
+        except Exception as error:
+            stock(*step)
+            context.failed(error)
+            return
+        if not cuda.apply(step[3], rows, indices, lambda: stock(*step)):
+            counts["left to stock"] += 1
+            stock(*step)
+
     def apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits):
         nonlocal warned
-        rows = grammar_output.grammar_bitmask
-        if not applier.supports(logits) or rows.dtype != np.int32:
+        step = scheduler_output, grammar_output, input_batch, logits
+        rows, way = grammar_output.grammar_bitmask, masked
+        if cuda is not None and usable(logits):
+            way = on_cuda
+        elif not applier.supports(logits) or rows.dtype != np.int32:
             counts["left to stock"] += 1
-            return stock(scheduler_output, grammar_output, input_batch, logits)
-        if not warned and rows.shape[1] * WORD < logits.shape[1]:
+            return stock(*step)
+        elif not warned and rows.shape[1] * WORD < logits.shape[1]:
             # xgrammar tells the user, once, that some logits are past the bitmask: let it.
             warned = True
-            return stock(scheduler_output, grammar_output, input_batch, logits)
-        if verifies is not None and verifies():
-            return checked(scheduler_output, grammar_output, input_batch, logits)
-        return masked(scheduler_output, grammar_output, input_batch, logits)
+            return stock(*step)
+        return way(*step) if verifies is None or not verifies() else checked(way, *step)
 
-    def checked(scheduler_output, grammar_output, input_batch, logits):
+    def checked(way, scheduler_output, grammar_output, input_batch, logits):
         """Ours on the logits, stock on a copy of them: stock's bits are what stays."""
         expected = _copy(logits)
-        masked(scheduler_output, grammar_output, input_batch, logits)
+        way(scheduler_output, grammar_output, input_batch, logits)
         stock(scheduler_output, grammar_output, input_batch, expected)
         ours, theirs = (one.detach().view(VIEWS[logits.dtype]) for one in (logits, expected))
         if torch.equal(ours, theirs):
@@ -71,29 +94,20 @@ def build(context) -> dict:
             }
             context.differed(facts, requests)
 
-    def masked(scheduler_output, grammar_output, input_batch, logits):
-        rows = grammar_output.grammar_bitmask
+    def masked(*step):
         try:
-            guided = grammar_output.structured_output_request_ids
-            stride = len(rows) // len(guided) if strided else None
-            places, indices = _places(
-                scheduler_output.scheduled_spec_decode_tokens, guided, input_batch.req_ids, stride
-            )
-            if places != list(range(len(rows))):
-                rows = rows[places]
-            applier.apply(logits, np.ascontiguousarray(rows), indices)
+            applier.apply(step[3], *placed(*step[:3]))
         except Exception as error:
             # Counted only where stock does not raise too.
-            stock(scheduler_output, grammar_output, input_batch, logits)
+            stock(*step)
             context.failed(error)
-        return None
 
     return {TARGET: apply_grammar_bitmask}
 
 
 def _copy(logits: torch.Tensor) -> torch.Tensor:
     """A copy, with room behind it: where logits end inside of a word, xgrammar 0.2.8's kernel may write past them."""
-    buffer = torch.empty(logits.numel() + 2 * WORD, dtype=logits.dtype)
+    buffer = torch.empty(logits.numel() + 2 * WORD, dtype=logits.dtype, device=logits.device)
     copy = buffer[: logits.numel()].view(logits.shape)
     copy.copy_(logits.detach())
     return copy

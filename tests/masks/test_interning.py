@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_speedups.masks import interning
 from vllm_speedups.masks.interning import MaskTable
 
-LARGE, ENTRY = 2**30, interning._ENTRY_BYTES
+LARGE, ENTRY = 2**30, interning.ENTRY_BYTES
 
 
 def account(table: MaskTable) -> int:

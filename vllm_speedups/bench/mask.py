@@ -86,7 +86,7 @@ def run(options) -> int:
 def densities(vocab_size: int) -> list:
     """How many tokens the masks allow, one after another."""
     counts = [allowed if allowed > 0 else vocab_size + allowed for allowed in ALLOWED]
-    return [count for count in counts if 0 < count <= vocab_size]
+    return sorted({count for count in counts if 0 < count <= vocab_size})
 
 
 def batch_of(options, distinct: int, allowed: int):
@@ -177,6 +177,10 @@ def _line(result: dict) -> str:
 
 def table(report: dict) -> str:
     """The report as text: a table for every dtype, milliseconds."""
+    if report["options"]["device"] == "cuda":
+        from . import mask_cuda
+
+        return mask_cuda.table(report)
     options, lines = report["options"], [reports.heading(report)]
     lines.append(
         f"{options['rows']} rows of {options['vocab']:,} logits, ms, medians of {options['repeat']}; "

@@ -14,7 +14,7 @@ from .packed import fingerprints
 _mask_ids = itertools.count()
 
 # What a mask's objects and its entry cost beside row and forms, roughly.
-_ENTRY_BYTES = 600
+ENTRY_BYTES = 600
 
 
 class Mask:
@@ -28,7 +28,7 @@ class Mask:
         self.row = np.frombuffer(key, dtype=np.int32)
         self.fingerprint = fingerprint
         self.forms: dict = {}
-        self.nbytes = len(key) + _ENTRY_BYTES
+        self.nbytes = len(key) + ENTRY_BYTES
         self.uses = 0
 
 
