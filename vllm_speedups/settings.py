@@ -22,6 +22,7 @@ VERIFY = "VLLM_SPEEDUPS_VERIFY"
 VERIFY_DUMP = "VLLM_SPEEDUPS_VERIFY_DUMP"
 STATUS = "VLLM_SPEEDUPS_STATUS"
 LOG_MINUTES = "VLLM_SPEEDUPS_LOG_MINUTES"
+GUIDE_CACHE_MB = "VLLM_SPEEDUPS_GUIDE_CACHE_MB"
 CUDA_MASKS = "VLLM_SPEEDUPS_CUDA_MASKS"
 VARIABLES = (
     DISABLE,
@@ -35,6 +36,7 @@ VARIABLES = (
     STATUS,
     LOG_MINUTES,
     CUDA_MASKS,
+    GUIDE_CACHE_MB,
 )
 
 # Switched on together with the CUDA form of `grammar-masks`, which is for the other model runner.
@@ -56,6 +58,7 @@ class Settings:
     status: bool = True
     log_minutes: float = 5
     cuda_masks: bool = False
+    guide_cache_mb: float = 512
 
     def disables(self, patch) -> str:
         """Why a patch, anything with `name` and `off_by_default`, stays off; empty where it does not."""
@@ -124,6 +127,7 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
         status=switch(STATUS, Settings.status),
         log_minutes=number(LOG_MINUTES, Settings.log_minutes, 1e6, "a number of minutes, 0 or more"),
         cuda_masks=switch(CUDA_MASKS),
+        guide_cache_mb=budget(GUIDE_CACHE_MB, Settings.guide_cache_mb),
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Callable
 
-from . import demo, first, guided, mask, prefix, report, rows
+from . import demo, first, guided, mask, prefix, processors, report, rows
 
 
 def add_commands(commands) -> None:
@@ -19,6 +19,9 @@ def add_commands(commands) -> None:
     _add(benchmarks, "first", first, "the first token of a request whose grammar was never seen")
     _add(benchmarks, "mask", mask, "applying a step's masks to the logits", vllm=False)
     _add(benchmarks, "rows", rows, "filling a grammar's rows")
+    _add(
+        benchmarks, "processors", processors, "the outlines processors of V0 releases: no cache, cold, warm", vllm=False
+    )
     _add(benchmarks, "prefix", prefix, "hashing a prompt's blocks, and the rest of admission")
 
 
