@@ -16,6 +16,7 @@ BUDGETS = {
     settings.MASK_CACHE_MB: "mask_cache_mb",
     settings.ROW_CACHE_MB: "row_cache_mb",
     settings.PREFIX_MEMO_MB: "prefix_memo_mb",
+    settings.GUIDE_CACHE_MB: "guide_cache_mb",
 }
 DEFAULTS = {
     "disable": (),
@@ -29,6 +30,7 @@ DEFAULTS = {
     "status": True,
     "log_minutes": 5,
     "cuda_masks": False,
+    "guide_cache_mb": 512,
 }
 SWITCHES = {settings.STRICT: "strict", settings.CUDA_MASKS: "cuda_masks"}
 
