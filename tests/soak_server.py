@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import itertools
 import random
 import sys
@@ -21,7 +22,7 @@ import numpy as np
 
 from vllm_speedups.bench.engine import engine_arguments
 from vllm_speedups.bench.models import build_model
-from vllm_speedups.bench.schemas import BOUNDED
+from vllm_speedups.bench.schemas import SCHEMAS
 from vllm_speedups.bench.server import Server, stream
 
 BUDGETS = ("MASK_CACHE", "ROW_CACHE", "PREFIX_MEMO")
@@ -192,9 +193,11 @@ async def besieged(server: Server, model: str, adversary, victims: int, tokens: 
 
         gate, waits = asyncio.Semaphore(8), []
 
+        bounded = json.loads(SCHEMAS["bounded"])
+
         async def ordinary(seed: int) -> None:
             async with gate:
-                answer = await stream(session, server, *request(model, seed, tokens, by_schema(BOUNDED)))
+                answer = await stream(session, server, *request(model, seed, tokens, by_schema(bounded)))
                 waits.extend(np.diff([0.0, *answer["times"]]))
 
         attacks = [asyncio.create_task(attack()) for _ in range(8 if adversary else 0)]

@@ -18,7 +18,7 @@ from chat_model import mark_id
 
 from vllm_speedups import reporter
 from vllm_speedups.bench.engine import Engine, engine_arguments
-from vllm_speedups.bench.schemas import BOUNDED, SCHEMAS
+from vllm_speedups.bench.schemas import SCHEMAS
 from vllm_speedups.bench.server import Server
 
 TREE = {
@@ -49,7 +49,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 TOOLS = [
     {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
     for name, schema in (
-        ("person", BOUNDED),
+        ("person", json.loads(SCHEMAS["bounded"])),
         ("weather", {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}),
     )
 ]
