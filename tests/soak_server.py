@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import itertools
+import json
 import random
 import sys
 import tempfile
