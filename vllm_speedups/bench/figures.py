@@ -10,6 +10,7 @@ the table that the command printed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -72,16 +73,8 @@ def _read(file: Path) -> dict:
 
 
 def _table(report: dict) -> str:
-    from . import guided, mask, prefix, rows
-
-    tables = {
-        "demo": guided.table,
-        "guided": guided.table,
-        "mask": mask.table,
-        "prefix": prefix.table,
-        "rows": rows.table,
-    }
-    return tables[report["what"]](report)
+    name = "guided" if report["what"] == "demo" else report["what"]
+    return importlib.import_module(f"{__package__}.{name}").table(report)
 
 
 def _plot(folder: Path) -> None:
