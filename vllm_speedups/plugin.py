@@ -131,7 +131,8 @@ def summary(patches: list) -> str:
     """The one line about what was applied and what was not, and why."""
     parts = [f"applied {', '.join(patch.name for patch in patches if patch.active) or 'nothing'}"]
     for patch in patches:
-        if patch.status in (DECLINED, DISABLED):
+        # What waits to be asked for is news to nobody: `doctor` lists it.
+        if patch.status == DECLINED or (patch.status == DISABLED and not patch.contract.off_by_default):
             parts.append(f"{patch.name} {patch.status}: {patch.reason}")
     return f"vllm-speedups {__version__} on vLLM {vllm_version() or '(unknown version)'}: {' | '.join(parts)}"
 

@@ -15,6 +15,11 @@ utils = pytest.importorskip("vllm.v1.structured_output.utils")
 
 from matching import matched  # noqa: E402
 
+from vllm_speedups import settings  # noqa: E402
+from vllm_speedups.masks import cuda  # noqa: E402
+from vllm_speedups.masks.kernels import mask_rows  # noqa: E402
+from vllm_speedups.masks.lanes import Lane  # noqa: E402
+from vllm_speedups.masks.resident import ResidentMasks  # noqa: E402
 from vllm_speedups.patches import grammar_masks as glue  # noqa: E402
 from vllm_speedups.patching import Context, Declined  # noqa: E402
 
@@ -73,6 +78,35 @@ def test_logits_end_as_stock_leaves_them(batches):
         assert torch.equal(torch.signbit(got[~got.isnan()]), torch.signbit(expected[~expected.isnan()]))
         assert np.array_equal(arguments[1].grammar_bitmask, rows)
     assert not failures
+
+
+@given(st.lists(steps(), min_size=1, max_size=4))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_logits_end_as_stock_leaves_them_where_masks_stay_on_the_device(batches):
+    asked: list = []
+
+    def stock(*arguments) -> None:
+        asked.append(arguments)
+        STOCK(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # No CUDA device is here: the CPU stands for it, and the kernel in plain torch for the one in Triton.
+        patch.setattr(settings, "_current", settings.Settings(cuda_masks=True))
+        patch.setattr(glue, "usable", lambda logits: True)
+        patch.setattr(cuda, "_resident", lambda *made: ResidentMasks(Lane(), mask_rows, *made))
+        _, replacements, failures = installed(stock)
+        for arguments, logits in batches * 2:
+            # On the CPU stock may change which NaN a NaN of half precision is, and would be told apart.
+            got = logits.float()
+            expected, rows = got.clone(), arguments[1].grammar_bitmask.copy()
+            STOCK(*arguments, expected)
+            assert replacements[glue.TARGET](*arguments, got) is None
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+            assert np.array_equal(arguments[1].grammar_bitmask, rows)
+    # The second round of the batches that have the width of the first is served without stock.
+    width = batches[0][0][1].grammar_bitmask.shape[1]
+    alike = sum(arguments[1].grammar_bitmask.shape[1] == width for arguments, _ in batches)
+    assert len(asked) <= 2 * len(batches) - alike and not failures
 
 
 def simple(rows=((2,),), guided=("a",), batch=("a",), spec=()) -> tuple:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 import string
 import sys
 import time
 from statistics import median
 from types import SimpleNamespace
+
+from . import report as reports
 
 PATCHES = ("fsm-masks", "outlines-integration")
 TEXT = r'"[a-zA-Z0-9 .,]{0,16}"'
@@ -47,7 +48,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--repeat", type=int, default=5, help="interleaved rounds; medians are shown (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    reports.add_arguments(parser)
 
 
 def run(options) -> int:
@@ -60,8 +61,13 @@ def run(options) -> int:
             file=sys.stderr,
         )
         return 2
-    print(json.dumps(results, indent=1) if options.json else "\n".join(map(_text, results)))
+    reports.finish(options, reports.make("processors", options, rows=results), table)
     return 0 if all(result["equal"] for result in results) else 1
+
+
+def table(report: dict) -> str:
+    """The report as text."""
+    return "\n".join([reports.heading(report), "", *map(_text, report["rows"])])
 
 
 def _fitting() -> list:

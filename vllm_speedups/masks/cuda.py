@@ -31,7 +31,7 @@ class CudaMasks:
     def __init__(self, budget: int, counters: dict, make: Callable | None = None):
         self._budget = min(budget, DEVICE_MB * 2**20)
         self._counters = counters
-        self._make = make or _resident
+        self._make = make
         self._masks: ResidentMasks | None = None
         self._device: torch.device | None = None
         self._proven: set = set()
@@ -56,7 +56,7 @@ class CudaMasks:
         got = logits
         try:
             if self._masks is None:
-                self._masks = self._make(logits.device, rows.shape[1], self._budget, self._counters)
+                self._masks = (self._make or _resident)(logits.device, rows.shape[1], self._budget, self._counters)
                 self._device = logits.device
             if kind not in self._proven:
                 got = logits.clone()

@@ -1,0 +1,91 @@
+"""Figures of the documents: tables between markers, each made from a report that a benchmark wrote into docs/figures.
+
+    python -m vllm_speedups.bench.figures           # in a checkout: the tables anew (`make figures`)
+    python -m vllm_speedups.bench.figures --plots   # the plots too, with matplotlib
+
+Between `<!-- figures NAME -->` and `<!-- /figures -->` stands what docs/figures/NAME.json holds: the command that wrote it, and
+the table that the command printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+FIGURES = Path("docs", "figures")
+PLOTTED = ("guided", "prefix")
+_MARKED = re.compile(r"<!-- figures (?P<name>[\w-]+) -->\n.*?<!-- /figures -->", re.DOTALL)
+
+
+class NoFigures(ValueError):
+    """Raised where a marker names a report that is missing or cannot be read, with both."""
+
+
+def main(argv: list | None = None) -> int:
+    """Render all documents of the checkout at hand. 0; 2 where a report is missing."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_speedups.bench.figures", description=__doc__)
+    parser.add_argument("--plots", action="store_true", help="draw docs/figures/NAME.png too (needs matplotlib)")
+    options = parser.parse_args(argv)
+    root = Path.cwd()
+    try:
+        for file in documents(root):
+            text = file.read_text()
+            rendered = render(text, root / FIGURES)
+            if rendered != text:
+                file.write_text(rendered)
+                print(f"rendered {file.relative_to(root)}")
+    except NoFigures as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.plots:
+        _plot(root / FIGURES)
+    return 0
+
+
+def documents(root: Path) -> list:
+    """What may hold figures: the README and all pages."""
+    return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
+
+
+def render(text: str, folder: Path) -> str:
+    """A document with everything between markers made anew from the reports in `folder`. Raises NoFigures."""
+
+    def block(found: re.Match) -> str:
+        name = found["name"]
+        report = _read(folder / f"{name}.json")
+        table = textwrap.indent(_table(report).strip("\n"), "    ", lambda line: line.strip())
+        table = "\n".join(line.rstrip() for line in table.splitlines())
+        return f"<!-- figures {name} -->\n\n    {report['command']}\n\n{table}\n\n<!-- /figures -->"
+
+    return _MARKED.sub(block, text)
+
+
+def _read(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise NoFigures(f"{file}: {error} (`make measure` writes the reports)") from None
+
+
+def _table(report: dict) -> str:
+    name = "guided" if report["what"] == "demo" else report["what"]
+    return importlib.import_module(f"{__package__}.{name}").table(report)
+
+
+def _plot(folder: Path) -> None:
+    from . import plots
+
+    for file in sorted(folder.glob("*.json")):
+        report = _read(file)
+        if report["what"] in PLOTTED:
+            getattr(plots, report["what"])(report, str(file.with_suffix(".png")))
+            print(f"drew {file.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
