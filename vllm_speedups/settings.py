@@ -17,7 +17,8 @@ STRICT = "VLLM_SPEEDUPS_STRICT"
 MASK_CACHE_MB = "VLLM_SPEEDUPS_MASK_CACHE_MB"
 ROW_CACHE_MB = "VLLM_SPEEDUPS_ROW_CACHE_MB"
 PREFIX_MEMO_MB = "VLLM_SPEEDUPS_PREFIX_MEMO_MB"
-VARIABLES = (DISABLE, ENABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB)
+GUIDE_CACHE_MB = "VLLM_SPEEDUPS_GUIDE_CACHE_MB"
+VARIABLES = (DISABLE, ENABLE, STRICT, MASK_CACHE_MB, ROW_CACHE_MB, PREFIX_MEMO_MB, GUIDE_CACHE_MB)
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Settings:
     mask_cache_mb: float = 256
     row_cache_mb: float = 256
     prefix_memo_mb: float = 64
+    guide_cache_mb: float = 512
 
     def disables(self, patch) -> str:
         """Why a patch, anything with `name` and `off_by_default`, stays off; empty where it does not."""
@@ -85,6 +87,7 @@ def read(environ: Mapping[str, str], warn: Callable[[str], None]) -> Settings:
         mask_cache_mb=budget(MASK_CACHE_MB, Settings.mask_cache_mb),
         row_cache_mb=budget(ROW_CACHE_MB, Settings.row_cache_mb),
         prefix_memo_mb=budget(PREFIX_MEMO_MB, Settings.prefix_memo_mb),
+        guide_cache_mb=budget(GUIDE_CACHE_MB, Settings.guide_cache_mb),
     )
 
 

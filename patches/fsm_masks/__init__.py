@@ -1,0 +1,73 @@
+"""Glue of `fsm-masks`: the outlines logits processors of the V0 engine."""
+
+from __future__ import annotations
+
+import sys
+
+from vllm_speedups import settings
+from vllm_speedups.masks.guides import GuideCache, index_bytes, table_bytes
+from vllm_speedups.patches.processors import Shape, make_call
+from vllm_speedups.patching import Declined
+from vllm_speedups.telemetry import counters
+
+MODULE = "vllm.model_executor.guided_decoding.outlines_logits_processors"
+CALL = "BaseLogitsProcessor.__call__"
+COMPILE = "RegexLogitsProcessor._get_guide"
+
+_FSM = Shape("fsm", "fsm_state", restarts=True, guide_class="RegexFSM")
+_GUIDE = Shape("_guide", "_fsm_state", restarts=False)
+_FILTERED = Shape("_guide", "_fsm_state", restarts=False, filters=True)
+# The form in which stock keeps the compiled guides in memory itself.
+COMPILED_ONCE = "guides, compiled once"
+SHAPES = {
+    "automata, before guided_decoding/": _FSM,
+    "automata": _FSM,
+    COMPILED_ONCE: _GUIDE,
+    "guides": _GUIDE,
+    "guides, filtered": _FILTERED,
+    "guides, reasoner": Shape("_guide", "_fsm_state", restarts=False, filters=True, content="extract_content"),
+    "guides, reasoning parser": Shape("_guide", "_fsm_state", restarts=False, filters=True, content="extract_content_ids"),
+}
+
+
+def build(context) -> dict:
+    """`BaseLogitsProcessor.__call__` and, where stock does not keep compiled guides in memory, what compiles them."""
+    counts = counters("fsm-masks")
+    replacements = {}
+    for path, stock in context.stock.items():
+        module, _, name = path.partition(":")
+        if name == CALL:
+            replacements[path] = make_call(stock, SHAPES[context.form], sys.modules[module], counts, context.failed)
+        elif name == COMPILE and context.form != COMPILED_ONCE:
+            replacements[path] = _compile(stock, counts, context.failed)
+    return replacements
+
+
+def _compile(stock: classmethod, counts: dict, failed) -> classmethod:
+    budget = int(settings.current().guide_cache_mb * 2**20)
+
+    def size(guide):
+        try:
+            return _size(guide)
+        except Exception as error:
+            failed(error)
+            return budget + 1
+
+    cache = GuideCache(budget, size, counts)
+
+    def _get_guide(cls, regex_string, tokenizer):
+        return cache.get((cls, regex_string, tokenizer), lambda: stock.__func__(cls, regex_string, tokenizer))
+
+    return classmethod(_get_guide)
+
+
+def _size(guide) -> int:
+    """What a compiled guide holds, in bytes, roughly."""
+    maps = guide.states_to_token_maps
+    if isinstance(maps, dict):
+        return table_bytes(maps)
+    return index_bytes(guide.initial_state, maps.get_allowed_tokens, maps.get_next_state)
+
+
+def probe(context, replacements) -> None:
+    """Nothing yet."""
