@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
 
 from vllm_speedups import settings
 from vllm_speedups.masks.guides import GuideCache, index_bytes, table_bytes
@@ -70,4 +74,38 @@ def _size(guide) -> int:
 
 
 def probe(context, replacements) -> None:
-    """Nothing yet."""
+    """Stock and replacement walk a small automaton side by side, each state met twice, in three dtypes."""
+    path = next(path for path in replacements if path.endswith(CALL))
+    module, shape = sys.modules[path.partition(":")[0]], SHAPES[context.form]
+    calls = context.stock[path], replacements[path]
+    guide = _automaton(getattr(module, shape.guide_class))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        processors = [_processor(module, shape, guide) for _ in calls]
+        for history in ([], [1], [1, 2], [1, 2, 2], [3], [1], [1, 0], [1, 0, 0], [2, 3]):
+            rows = [torch.linspace(-1, 1, 5).to(dtype) for _ in calls]
+            for call, processor, row in zip(calls, processors, rows):
+                if call(processor, history, row) is not row:
+                    raise Declined("its probe was returned another tensor than the one that it gave")
+            if not torch.equal(*rows):
+                raise Declined(f"its probe found other logits than stock's ({dtype}, after {history})")
+
+
+def _automaton(guide_class: type):
+    """A guide of five tokens, of which 0 ends, without the tokenizer that compiling would ask for."""
+    tables = {0: {1: 1, 3: 2}, 1: {2: 1, 0: -1, 3: 2}}
+    guide = guide_class.__new__(guide_class)
+    guide.eos_token_id, guide.final_states, guide.eos_tensor = 0, {-1, 2}, torch.tensor([0])
+    guide.states_to_token_maps = tables
+    if not hasattr(guide, "vocabulary") and getattr(guide_class, "from_regex", None):
+        # The newer guides ask an index, by method.
+        guide.states_to_token_maps = SimpleNamespace(
+            get_allowed_tokens=lambda state: list(tables[state]) if state in tables else None,
+            get_next_state=lambda state, token: tables.get(state, {}).get(token),
+        )
+    return guide
+
+
+def _processor(module, shape: Shape, guide):
+    processor = module.RegexLogitsProcessor.__new__(module.RegexLogitsProcessor)
+    processor.__dict__.update({shape.guide: guide, shape.states: defaultdict(int), "_reasoner": None})
+    return processor
