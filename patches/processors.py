@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Callable
 
 import numpy as np
@@ -20,12 +20,12 @@ class Shape:
     """How the processors of a form are made. `guide` and `states` are attributes of the processor.
 
     `states` holds the state of every history by the history's hash, as stock has it: sequences of one request share it,
-    a history that is not in it begins in state 0. `restarts`: an empty history begins a new dictionary.
+    a history that is not in it begins in state 0. `restart(processor)` is what an empty history begins with.
     """
 
     guide: str
     states: str
-    restarts: bool
+    restart: Callable | None = None
     # The name of the guide's class in the processors' module.
     guide_class: str = "RegexGuide"
     # Tokens past the last logit are left out; without it they are stock's to raise for.
@@ -62,8 +62,8 @@ def make_call(stock, shape: Shape, module, counts: dict, failed: Callable):
                 states = getattr(self, shape.states)
                 state = states[number] = following(guide, states[hash(tuple(history[:-1]))], history[-1])
             else:
-                if shape.restarts:
-                    setattr(self, shape.states, defaultdict(int))
+                if shape.restart is not None:
+                    shape.restart(self)
                 state = getattr(self, shape.states)[number]
             width, dtype = scores.shape[0], scores.dtype
             # What is added to a copy decides its type, as stock's mask does.
@@ -130,3 +130,27 @@ def _added(form, scores: torch.Tensor, _dtype: torch.dtype) -> torch.Tensor:
 
 def _added_to_copy(form, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return form.add_to(scores.to(torch.promote_types(scores.dtype, dtype), copy=True))
+
+
+def automaton(guide_class: type):
+    """A guide of five tokens, of which 0 ends the text, without the tokenizer that compiling would ask for."""
+    tables = {0: {1: 1, 3: 2}, 1: {2: 1, 0: -1, 3: 2}}
+    guide = guide_class.__new__(guide_class)
+    guide.eos_token_id, guide.final_states, guide.eos_tensor = 0, {-1, 2}, torch.tensor([0])
+    guide.states_to_token_maps = tables
+    if hasattr(guide_class, "from_regex"):
+        # The newer guides ask an index, by method.
+        guide.states_to_token_maps = SimpleNamespace(
+            get_allowed_tokens=lambda state: list(tables[state]) if state in tables else None,
+            get_next_state=lambda state, token: tables.get(state, {}).get(token),
+        )
+    return guide
+
+
+def walk(calls: tuple, processor: Callable):
+    """Histories through `automaton`, by two calls, each with a `processor()` of its own: both results and the history."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        processors = [processor() for _ in calls]
+        for history in ([], [1], [1, 2], [1, 2, 2], [3], [1], [1, 0], [2]):
+            rows = [torch.linspace(-1, 1, 5).to(dtype) for _ in calls]
+            yield (*(call(own, history, row) for call, own, row in zip(calls, processors, rows)), history)

@@ -11,7 +11,7 @@ from typing import Callable
 
 from . import __version__, releases
 from .doctor import find_vllm
-from .patching import APPLIED, DECLINED, NOT_MEANT, Contract, Declined
+from .patching import APPLIED, DECLINED, NOT_MEANT, VLLM, Contract, Declined
 from .plugin import discover
 
 APPLIES, DECLINES, UNREADABLE = 0, 1, 2
@@ -29,9 +29,12 @@ class Verdict:
 
 
 def judge(contract: Contract, version: str | None, fingerprint: Callable) -> Verdict:
-    """Hold a contract against the code whose fingerprints `fingerprint(path)` gives. Nothing is probed."""
-    if not contract.meant_for(version):
-        return Verdict(contract.name, NOT_MEANT, None, (f"meant for vLLM {contract.vllm}",))
+    """Hold a contract against the code whose fingerprints `fingerprint(path)` gives. Nothing is probed.
+
+    `version` is that of the contract's package; of another package than vLLM None means that it is not there.
+    """
+    if not contract.meant_for(version) or (version is None and contract.package != VLLM):
+        return Verdict(contract.name, NOT_MEANT, None, (f"meant for {contract.meant}",))
     try:
         form = contract.match({path: fingerprint(path) for path in contract.paths()})
     except Declined as no:
@@ -88,7 +91,8 @@ def examine(targets: Iterable, contracts: list, distribution: str = releases.DIS
             with _opened(target, distribution) as release:
                 entry = {"target": release.name, "version": release.version, "where": release.where}
                 entry["patches"] = [
-                    _plain(judge(contract, release.version, release.fingerprint), contract) for contract in contracts
+                    _plain(judge(contract, release.version_of(contract.package), release.fingerprint), contract)
+                    for contract in contracts
                 ]
             status = DECLINES if any(patch["status"] == DECLINED for patch in entry["patches"]) else APPLIES
         except releases.Unreadable as error:
@@ -115,7 +119,7 @@ def _plain(verdict: Verdict, contract: Contract) -> dict:
         "name": verdict.patch,
         "status": verdict.status,
         "form": verdict.form,
-        "meant_for": str(contract.vllm),
+        "meant_for": contract.meant.removeprefix("vLLM "),
         "off_by_default": contract.off_by_default or None,
         "reasons": list(verdict.reasons),
         "differences": [difference._asdict() for difference in verdict.differences],

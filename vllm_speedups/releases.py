@@ -55,6 +55,15 @@ class Release:
         """What a column or a line is headed with."""
         return self.version or self.name
 
+    def version_of(self, package: str) -> str | None:
+        """The version of a package in this release: vLLM itself, or what stands beside it in an environment."""
+        if package == PACKAGE or not isinstance(self.source, Tree):
+            return self.version if package == PACKAGE else None
+        for distribution in importlib_metadata.distributions(path=[str(self.source.root)]):
+            if canonicalize_name(distribution.name or "") == package:
+                return distribution.version
+        return None
+
     def fingerprint(self, path: str) -> str | None:
         """As Source.fingerprint. Raises Unreadable."""
         with _named(self.name):

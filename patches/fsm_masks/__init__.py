@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from types import SimpleNamespace
 
 import torch
 
 from vllm_speedups import settings
 from vllm_speedups.masks.guides import GuideCache, index_bytes, table_bytes
-from vllm_speedups.patches.processors import Shape, make_call
+from vllm_speedups.patches.processors import Shape, automaton, make_call, walk
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -18,9 +17,9 @@ MODULE = "vllm.model_executor.guided_decoding.outlines_logits_processors"
 CALL = "BaseLogitsProcessor.__call__"
 COMPILE = "RegexLogitsProcessor._get_guide"
 
-_FSM = Shape("fsm", "fsm_state", restarts=True, guide_class="RegexFSM")
-_GUIDE = Shape("_guide", "_fsm_state", restarts=False)
-_FILTERED = Shape("_guide", "_fsm_state", restarts=False, filters=True)
+_FSM = Shape("fsm", "fsm_state", lambda processor: processor.init_state(), guide_class="RegexFSM")
+_GUIDE = Shape("_guide", "_fsm_state")
+_FILTERED = Shape("_guide", "_fsm_state", filters=True)
 # The form in which stock keeps the compiled guides in memory itself.
 COMPILED_ONCE = "guides, compiled once"
 SHAPES = {
@@ -29,8 +28,8 @@ SHAPES = {
     COMPILED_ONCE: _GUIDE,
     "guides": _GUIDE,
     "guides, filtered": _FILTERED,
-    "guides, reasoner": Shape("_guide", "_fsm_state", restarts=False, filters=True, content="extract_content"),
-    "guides, reasoning parser": Shape("_guide", "_fsm_state", restarts=False, filters=True, content="extract_content_ids"),
+    "guides, reasoner": Shape("_guide", "_fsm_state", filters=True, content="extract_content"),
+    "guides, reasoning parser": Shape("_guide", "_fsm_state", filters=True, content="extract_content_ids"),
 }
 
 
@@ -77,35 +76,13 @@ def probe(context, replacements) -> None:
     """Stock and replacement walk a small automaton side by side, each state met twice, in three dtypes."""
     path = next(path for path in replacements if path.endswith(CALL))
     module, shape = sys.modules[path.partition(":")[0]], SHAPES[context.form]
-    calls = context.stock[path], replacements[path]
-    guide = _automaton(getattr(module, shape.guide_class))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        processors = [_processor(module, shape, guide) for _ in calls]
-        for history in ([], [1], [1, 2], [1, 2, 2], [3], [1], [1, 0], [1, 0, 0], [2, 3]):
-            rows = [torch.linspace(-1, 1, 5).to(dtype) for _ in calls]
-            for call, processor, row in zip(calls, processors, rows):
-                if call(processor, history, row) is not row:
-                    raise Declined("its probe was returned another tensor than the one that it gave")
-            if not torch.equal(*rows):
-                raise Declined(f"its probe found other logits than stock's ({dtype}, after {history})")
+    guide = automaton(getattr(module, shape.guide_class))
 
+    def processor():
+        made = module.RegexLogitsProcessor.__new__(module.RegexLogitsProcessor)
+        made.__dict__.update({shape.guide: guide, shape.states: defaultdict(int), "_reasoner": None})
+        return made
 
-def _automaton(guide_class: type):
-    """A guide of five tokens, of which 0 ends, without the tokenizer that compiling would ask for."""
-    tables = {0: {1: 1, 3: 2}, 1: {2: 1, 0: -1, 3: 2}}
-    guide = guide_class.__new__(guide_class)
-    guide.eos_token_id, guide.final_states, guide.eos_tensor = 0, {-1, 2}, torch.tensor([0])
-    guide.states_to_token_maps = tables
-    if not hasattr(guide, "vocabulary") and getattr(guide_class, "from_regex", None):
-        # The newer guides ask an index, by method.
-        guide.states_to_token_maps = SimpleNamespace(
-            get_allowed_tokens=lambda state: list(tables[state]) if state in tables else None,
-            get_next_state=lambda state, token: tables.get(state, {}).get(token),
-        )
-    return guide
-
-
-def _processor(module, shape: Shape, guide):
-    processor = module.RegexLogitsProcessor.__new__(module.RegexLogitsProcessor)
-    processor.__dict__.update({shape.guide: guide, shape.states: defaultdict(int), "_reasoner": None})
-    return processor
+    for expected, got, history in walk((context.stock[path], replacements[path]), processor):
+        if not torch.equal(expected, got):
+            raise Declined(f"its probe found other logits than stock's ({got.dtype}, after {history})")

@@ -90,7 +90,7 @@ class Workshop:
         glue = f"{self.root}_glue{next(self.glues)}"
         sys.modules[glue] = SimpleNamespace(build=build or hundred_more, probe=probe or (lambda *_: None))
         form = self.form(*targets, premises=premises)
-        return Patch(Contract(name=name, engine="V1", vllm=SpecifierSet(">=1"), forms=(form,)), glue=glue)
+        return Patch(Contract(name=name, engine="V1", versions=SpecifierSet(">=1"), forms=(form,)), glue=glue)
 
     def apply(self, *patches: Patch, version="1.0", disables=lambda contract: "", eager: bool = False) -> Patch:
         apply(patches, version, disables, eager)

@@ -49,7 +49,7 @@ def write(folder, text: str):
 def test_a_good_contract_is_read_in_full(folder):
     contract = load(write(folder, GOOD))
     assert (contract.name, contract.engine, contract.folder) == ("speedy-thing", "V1", folder)
-    assert contract.vllm == SpecifierSet(">=0.32,<2") and contract.upstream == ("https://example.org/1",)
+    assert contract.versions == SpecifierSet(">=0.32,<2") and contract.upstream == ("https://example.org/1",)
     assert contract.prose == {"summary": "s", "what": "w", "why": "y", "how": "h", "delete_when": "d"}
     assert (contract.off_by_default, contract.proof) == ("", "")
     assert load(write(folder, 'proof = "run"\n' + GOOD)).proof == "run"
@@ -109,7 +109,7 @@ def test_a_contract_that_is_missing_or_not_text_names_its_file(folder):
 
 
 def contract_of(*forms: Form, vllm: str = ">=0.32") -> Contract:
-    return Contract(name="x", engine="V1", vllm=SpecifierSet(vllm), forms=forms)
+    return Contract(name="x", engine="V1", versions=SpecifierSet(vllm), forms=forms)
 
 
 NEW = Form("new", {"m:f": {"1": ("a",), "2": ("b",)}, "m:g": {"3": ("a",)}}, {"m:h": {"4": ("a",)}})

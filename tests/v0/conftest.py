@@ -16,4 +16,4 @@ def _installed() -> Version | None:
 
 VLLM = _installed()
 # 0.10.2 was the last release with this engine.
-collect_ignore_glob = [] if VLLM is not None and VLLM < Version("0.11") else ["*"]
+collect_ignore_glob = [] if VLLM is not None and Version("0.11") > VLLM else ["*"]

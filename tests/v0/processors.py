@@ -30,6 +30,8 @@ class Tokenizer:
         return len(self._texts)
 
 
+# Rows are short here: several threads would only wait for each other.
+torch.set_num_threads(1)
 TOKENIZER = Tokenizer()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REGEXES = (

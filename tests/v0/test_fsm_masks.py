@@ -41,7 +41,7 @@ def processor(kind: str, specification: str, reasoner=None):
     """A processor as vLLM makes it."""
     made = getattr(outlines_processors, f"{kind}LogitsProcessor")
     made = made(specification, TOKENIZER, reasoner) if SHAPE.content else made(specification, TOKENIZER)
-    if SHAPE.restarts:
+    if SHAPE.restart:
         # As the release's `outlines_decoding` does with the copy that each request gets.
         made = copy.copy(made)
         made.init_state()
@@ -76,15 +76,15 @@ def compare(ours, both: tuple, history, row: torch.Tensor):
     return got
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_logits_end_as_stock_leaves_them(made, seed):
     ours, _, failures = installed()
     chooser = random.Random(seed)
     pairs = [pair(made[regex]) for regex in REGEXES for _ in range(2)]
-    dtype, width = chooser.choice(DTYPES), WIDTH + chooser.choice((0, 0, 7, 3000))
-    for _ in range(3):
+    dtype, width = DTYPES[seed % len(DTYPES)], WIDTH + chooser.choice((0, 0, 7, 3000))
+    for _ in range(2):
         batch = [(both, [[]]) for both in pairs]
-        for _ in range(18):
+        for _ in range(14):
             for both, histories in batch:
                 if chooser.random() < 0.1:
                     histories.append(list(chooser.choice(histories)))

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Callable
 
-from . import demo, mask, prefix, rows
+from . import demo, mask, prefix, processors, rows
 
 
 def add_commands(commands) -> None:
@@ -17,6 +17,9 @@ def add_commands(commands) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     _add(benchmarks, "mask", mask, "applying a step's masks to the logits", vllm=False)
     _add(benchmarks, "rows", rows, "filling a grammar's rows")
+    _add(
+        benchmarks, "processors", processors, "the outlines processors of V0 releases: no cache, cold, warm", vllm=False
+    )
     _add(benchmarks, "prefix", prefix, "hashing a prompt's blocks, and the rest of admission")
 
 

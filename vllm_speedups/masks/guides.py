@@ -92,17 +92,15 @@ def index_bytes(initial: int, allowed: Callable[[int], list | None], following: 
     `allowed(state)` lists the tokens of a state, None where there are none, and `following(state, token)` is the state
     after one of them. (All transitions at once would be Python objects of ten times their size.)
     """
-    seen, waiting, tokens = {initial}, [initial], 0
-    for visited in range(1, _VISITS + 1):
+    seen, waiting, lengths = {initial}, [initial], []
+    while waiting and len(lengths) < _VISITS:
         state = waiting.pop(0)
         listed = allowed(state) or []
-        tokens += len(listed)
+        lengths.append(len(listed))
         for token in listed[:: max(1, len(listed) // _SAMPLES)]:
             after = following(state, token)
             if after is not None and after not in seen:
                 seen.add(after)
                 waiting.append(after)
-        if not waiting:
-            break
     # States are numbered from zero, with gaps.
-    return int(tokens / visited * (max(seen) + 1) * _INDEX_BYTES)
+    return int(sum(lengths) / len(lengths) * (max(seen) + 1) * _INDEX_BYTES)

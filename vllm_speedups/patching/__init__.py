@@ -1,6 +1,6 @@
 """Patching by contract: a patch applies only to code that it was proven against. Knows nothing of masks or prefixes."""
 
-from .contract import UNPARSED, Contract, ContractError, Declined, Difference, Form, load
+from .contract import UNPARSED, VLLM, Contract, ContractError, Declined, Difference, Form, load
 from .engine import APPLIED, DECLINED, DISABLED, NOT_MEANT, REVERTED, WAITING, Context, Patch, apply
 from .fingerprint import find, find_in_source, fingerprint
 from .sources import Source, Tree, Wheel
@@ -13,6 +13,7 @@ __all__ = [
     "NOT_MEANT",
     "REVERTED",
     "UNPARSED",
+    "VLLM",
     "WAITING",
     "Context",
     "Contract",

@@ -20,6 +20,8 @@ else:
 PROSE = ("summary", "what", "why", "how", "delete_when")
 
 
+# The package that a patch changes unless its contract names another.
+VLLM = "vllm"
 # Stands for the fingerprint of a definition whose module this Python cannot parse.
 UNPARSED = "unparsed"
 
@@ -79,27 +81,34 @@ class Form:
 class Contract:
     """A parsed `patch.toml`. `off_by_default` is the reason why a patch waits to be asked for, empty for most.
 
+    `package` is what the patch changes, vLLM for most, and `versions` are the releases of it that the patch is meant for.
     `proof` says how the versions in it were tested, apart from the one that the engine tests run; empty where they were not.
     """
 
     name: str
     engine: str
-    vllm: SpecifierSet
+    versions: SpecifierSet
     forms: tuple
     prose: Mapping[str, str] = field(default_factory=dict)
     upstream: tuple = ()
     off_by_default: str = ""
     proof: str = ""
     folder: Path | None = None
+    package: str = VLLM
+
+    @property
+    def meant(self) -> str:
+        """The releases that this patch is meant for, in words."""
+        return f"{'vLLM' if self.package == VLLM else self.package} {self.versions}"
 
     def paths(self) -> set:
         """The paths of all targets and premises of all forms."""
         return {path for form in self.forms for path in form.paths()}
 
     def meant_for(self, version: str | None) -> bool:
-        """Whether this patch is meant for a vLLM version. A version that cannot be read counts as today's."""
+        """Whether this patch is meant for a version of its package. One that cannot be read counts as today's."""
         try:
-            return version is None or self.vllm.contains(Version(version).base_version, prereleases=True)
+            return version is None or self.versions.contains(Version(version).base_version, prereleases=True)
         except InvalidVersion:
             return True
 
@@ -135,23 +144,25 @@ def load(folder: Path) -> Contract:
     name = text("name")
     if name.replace("-", "_") != folder.name:
         raise ContractError(f"{path}: 'name' is {name!r}, but the folder is {folder.name!r}")
+    package = text("package") if "package" in table else VLLM
     try:
-        versions = SpecifierSet(text("vllm"))
+        versions = SpecifierSet(text(package))
     except InvalidSpecifier as error:
-        raise ContractError(f"{path}: 'vllm': {error}") from error
+        raise ContractError(f"{path}: {package!r}: {error}") from error
     forms = table.get("forms")
     if not isinstance(forms, list) or not forms or not all(isinstance(form, dict) for form in forms):
         raise ContractError(f"{path}: needs at least one [[forms]]")
     return Contract(
         name=name,
         engine=text("engine"),
-        vllm=versions,
+        versions=versions,
         forms=tuple(_form(path, form) for form in forms),
         prose={key: text(key) for key in PROSE},
         upstream=_texts(f"{path}: 'upstream'", table.get("upstream", [])),
         off_by_default=text("off_by_default") if "off_by_default" in table else "",
         proof=text("proof") if "proof" in table else "",
         folder=folder,
+        package=package,
     )
 
 

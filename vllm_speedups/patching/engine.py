@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Callable
 
+import importlib_metadata
 import wrapt
 
-from .contract import Contract, Declined, Form
+from .contract import VLLM, Contract, Declined, Form
 from .rebinding import rebind
 from .targets import forget_sources, imported, require_stock, resolve, seen_fingerprint, split
 
@@ -203,18 +204,29 @@ def _bound(path: str) -> object:
         return None
 
 
+def installed_version(package: str) -> str | None:
+    """The version of another package than vLLM, None where it is not installed."""
+    try:
+        return importlib_metadata.version(package)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
 def apply(
     patches: Iterable[Patch], version: str | None, disables: Callable[[Contract], str], eager: bool = False
 ) -> None:
-    """Bring every patch into the state that this vLLM and the user's settings call for. Never raises.
+    """Bring every patch into the state that this vLLM, of that version, and the user's settings call for. Never raises.
 
     `eager` imports the targets' modules and runs the probes at once, for those who want to know now.
     """
     for patch in patches:
         if patch.status != WAITING or patch.form is not None:
             continue
-        if not patch.contract.meant_for(version):
-            patch.status, patch.reason = NOT_MEANT, f"meant for vLLM {patch.contract.vllm}"
+        contract = patch.contract
+        installed = version if contract.package == VLLM else installed_version(contract.package)
+        if not contract.meant_for(installed) or (installed is None and contract.package != VLLM):
+            absent = "" if installed or contract.package == VLLM else ", which is not installed"
+            patch.status, patch.reason = NOT_MEANT, f"meant for {contract.meant}{absent}"
             continue
         off = disables(patch.contract)
         if off:
