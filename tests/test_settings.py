@@ -16,6 +16,7 @@ BUDGETS = {
     settings.MASK_CACHE_MB: "mask_cache_mb",
     settings.ROW_CACHE_MB: "row_cache_mb",
     settings.PREFIX_MEMO_MB: "prefix_memo_mb",
+    settings.GUIDE_CACHE_MB: "guide_cache_mb",
 }
 DEFAULTS = {
     "disable": (),
@@ -24,6 +25,7 @@ DEFAULTS = {
     "mask_cache_mb": 256,
     "row_cache_mb": 256,
     "prefix_memo_mb": 64,
+    "guide_cache_mb": 512,
 }
 
 
@@ -93,7 +95,7 @@ def test_a_patch_that_is_off_by_default_waits_to_be_asked_for():
 
 def test_every_nonsense_value_is_warned_about_on_its_own():
     found, warnings = read(**dict.fromkeys([*BUDGETS, settings.STRICT], "x"))
-    assert dataclasses.asdict(found) == DEFAULTS and len(warnings) == 4
+    assert dataclasses.asdict(found) == DEFAULTS and len(warnings) == len(BUDGETS) + 1
     assert [sum(name in warning for warning in warnings) for name in (*BUDGETS, settings.STRICT)] == [1] * 4
 
 
