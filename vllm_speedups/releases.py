@@ -33,6 +33,10 @@ _ANY_WHEEL = [
 ]  # fmt: skip
 
 
+# How people call a package.
+_NAMES = {PACKAGE: "vLLM"}
+
+
 class Unreadable(Exception):
     """A target that cannot be read. Its text names it and says what to do."""
 
@@ -76,9 +80,10 @@ class Release:
 
 
 @contextlib.contextmanager
-def opened(target: str, distribution: str = DISTRIBUTION) -> Iterator[Release]:
+def opened(target: str, distribution: str = DISTRIBUTION, package: str = PACKAGE) -> Iterator[Release]:
     """The release that a TARGET of the command line means, for as long as it is read. Raises Unreadable.
 
+    `package` may be another one than vLLM for wheels and versions.
     A path that exists is read where it is; a version is fetched by pip into a temporary folder and thrown away.
     """
     with contextlib.ExitStack() as stack:
@@ -93,12 +98,12 @@ def opened(target: str, distribution: str = DISTRIBUTION) -> Iterator[Release]:
                 ) from None
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-speedups-"))
             path = fetch(target, distribution, Path(folder))
-        release = at(path, target)
+        release = at(path, target, package)
         stack.callback(release.source.close)
         yield release
 
 
-def at(path: Path, name: str) -> Release:
+def at(path: Path, name: str, package: str = PACKAGE) -> Release:
     """The release in a file or folder that exists; its source is to be closed. Raises Unreadable."""
     with _named(name):
         if path.is_dir():
@@ -111,9 +116,9 @@ def at(path: Path, name: str) -> Release:
             tree = Tree(root)
             return Release(name, str(root / PACKAGE), _installed_version(root) or _written_version(tree), tree)
         wheel = Wheel(path)
-        if f"{PACKAGE}/__init__.py" not in wheel.members:
+        if f"{package}/__init__.py" not in wheel.members:
             wheel.close()
-            raise Unreadable(f"{name}: there is no {PACKAGE}/ in this wheel: give a wheel of vLLM")
+            raise Unreadable(f"{name}: there is no {package}/ in this wheel: give a wheel of {_NAMES.get(package, package)}")
         return Release(name, str(path), _wheel_version(wheel) or _written_version(wheel), wheel)
 
 

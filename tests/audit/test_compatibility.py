@@ -18,31 +18,33 @@ from vllm_speedups.patching import UNPARSED, Contract, Form, seen_fingerprint
 from vllm_speedups.plugin import discover
 
 ROOT = Path(__file__).parents[2]
-CONTRACTS = [patch.contract for patch in discover()]
+CONTRACTS, *OTHERS = compatibility.by_package(discover()).values()
+OTHERS = tuple((compatibility.stored(contracts[0].package, ROOT), contracts) for contracts in OTHERS)
 
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    return Facts.load((ROOT / FACTS).read_text(encoding="utf-8"))
+    return compatibility.stored("vllm", ROOT)
 
 
 def test_the_facts_cover_every_path_of_every_contract(facts):
-    facts.check(CONTRACTS)
+    for known, contracts in ((facts, CONTRACTS), *OTHERS):
+        known.check(contracts)
     assert facts.releases == sorted(facts.releases, key=Version) and facts.releases[0] == compatibility.OLDEST
 
 
 def test_the_page_is_made_of_the_facts_and_contracts_as_they_are(facts):
-    fresh = page(facts, CONTRACTS)
+    fresh = page(facts, CONTRACTS, OTHERS)
     assert (ROOT / compatibility.PAGE).read_text(encoding="utf-8") == fresh, "run `make compatibility`"
 
 
 def test_releases_have_the_fingerprints_that_contracts_list_them_with(facts):
-    for contract in CONTRACTS:
-        for form in contract.forms:
+    for about, contracts in ((facts, CONTRACTS), *OTHERS):
+        for name, form in ((contract.name, form) for contract in contracts for form in contract.forms):
             for path, known in form.paths().items():
                 for digest, versions in known.items():
                     for version in versions:
-                        assert facts.fingerprint(path, version) == digest, (contract.name, form.name, path, version)
+                        assert about.fingerprint(path, version) == digest, (name, form.name, path, version)
 
 
 def test_a_release_that_a_form_lists_gets_that_form(facts):
@@ -72,6 +74,15 @@ def test_a_contract_that_the_facts_do_not_cover_says_which_target_to_run(facts):
     for use in (facts.check, lambda contracts: page(facts, contracts)):
         with pytest.raises(Incomplete, match=r"vllm\.new:target.*`make facts compatibility`"):
             use([*CONTRACTS, contract])
+
+
+def test_releases_of_another_package_have_a_section_of_their_own():
+    other = Facts(["0.1", "0.2"], package="other", seen={"other.m:f": {"0.1": "a", "0.2": "x"}})
+    versions, form = SpecifierSet("<1"), Form("only", {"other.m:f": {"a": ("0.1",)}}, {})
+    contract = Contract("beside", "V0", versions, (form,), proof="run", package="other")
+    text = page(known(v0_32_0=("a", "c")), [contract_of(TARGETS, PREMISES)], ((other, [contract]),))
+    assert "## Releases of other" in text and "| 0.2 | declined |\n| 0.1 | applied, own code |\n" in text
+    assert "beside" not in text.partition("## Releases of other")[0].partition("| patch |")[2]
 
 
 def contract_of(targets, premises=None, vllm=">=0.30", proof="", name="speedy") -> Contract:
@@ -188,8 +199,9 @@ def test_refreshing_reads_what_is_not_known_and_can_be_interrupted(sources, tmp_
 def test_the_command_writes_the_page_or_says_what_is_missing(tmp_path, monkeypatch, capsys):
     for file in (FACTS, compatibility.PAGE):
         (tmp_path / file).parent.mkdir()
+    for file in (ROOT / FACTS).parent.glob("releases*.json"):
+        (tmp_path / FACTS.with_name(file.name)).write_bytes(file.read_bytes())
     facts = (ROOT / FACTS).read_text(encoding="utf-8")
-    (tmp_path / FACTS).write_text(facts, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert compatibility.main(["page"]) == 0
     assert (tmp_path / compatibility.PAGE).read_bytes() == (ROOT / compatibility.PAGE).read_bytes()

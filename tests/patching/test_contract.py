@@ -173,6 +173,16 @@ def test_which_versions_a_patch_is_meant_for(versions, version, meant):
     assert contract_of(OLD, vllm=versions).meant_for(version) is meant
 
 
+def test_a_contract_may_be_for_another_package(folder):
+    contract = load(write(folder, GOOD))
+    assert contract.package == "vllm" and contract.meant.startswith("vLLM ")
+    other = load(write(folder, 'package = "outlines"\n' + GOOD.replace("vllm =", "outlines =")))
+    assert other.package == "outlines" and other.versions == contract.versions
+    assert other.meant == contract.meant.replace("vLLM", "outlines")
+    with pytest.raises(ContractError, match="'outlines' must be a text"):
+        load(write(folder, 'package = "outlines"\n' + GOOD))
+
+
 def test_every_patch_that_ships_has_a_readable_contract():
     patches = discover()
     assert {"grammar-masks", "outlines-states", "block-hashes"} <= {patch.name for patch in patches}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -543,3 +544,21 @@ def test_reloaded_modules_keep_running_stock_or_ours_but_never_break(workshop):
     assert lib.double(1) == 2
     patch.revert()
     assert lib.double(1) == 2 and patch.status == REVERTED
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "reason"),
+    [("1.5", APPLIED, ""), ("0.9", NOT_MEANT, "meant for other >=1"), (None, NOT_MEANT, "other >=1, which is not installed")],
+)
+def test_a_patch_of_another_package_asks_for_its_version(workshop, monkeypatch, installed, status, reason):
+    monkeypatch.setattr(engine_module, "installed_version", {"other": installed}.get)
+    patch = workshop.patch("lib:double")
+    patch.contract = dataclasses.replace(patch.contract, package="other")
+    workshop.apply(patch, version="0.1", eager=True)
+    assert patch.status == status and patch.reason.endswith(reason)
+    patch.revert()
+
+
+def test_packages_that_are_not_installed_have_no_version():
+    assert engine_module.installed_version("no-such-package-anywhere") is None
+    assert engine_module.installed_version("packaging")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import random
 import sys
@@ -19,10 +20,9 @@ from vllm_speedups.patching import Context, Declined
 from vllm_speedups.patching.targets import resolve
 from vllm_speedups.plugin import discover
 
-outlines_processors = pytest.importorskip("vllm.model_executor.guided_decoding.outlines_logits_processors")
-
 PATCH = next(patch for patch in discover() if patch.name == "fsm-masks")
 PATCH.check()
+outlines_processors = importlib.import_module(next(iter(PATCH.form.targets)).partition(":")[0])
 STOCK = {path: resolve(path) for path in PATCH.form.targets}
 CALL = next(path for path in STOCK if path.endswith(glue.CALL))
 COMPILE = next((path for path in STOCK if path.endswith(glue.COMPILE)), None)

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Callable
 
-from . import demo, first, guided, mask, prefix, processors, report, rows
+from . import demo, first, guided, mask, prefix, processors, report, rows, v0_engine
 
 
 def add_commands(commands) -> None:
@@ -22,6 +22,7 @@ def add_commands(commands) -> None:
     _add(
         benchmarks, "processors", processors, "the outlines processors of V0 releases: no cache, cold, warm", vllm=False
     )
+    _add(benchmarks, "v0-engine", v0_engine, "vLLM 0.8.5's V0 engine with the outlines backend")
     _add(benchmarks, "prefix", prefix, "hashing a prompt's blocks, and the rest of admission")
 
 

@@ -17,9 +17,12 @@ from .stages import Stages
 
 def sampling_params(run: dict, index: int):
     """vLLM's parameters for prompt `index` of a run, whose `guide` may be a list to be dealt out in turn."""
+    import vllm.sampling_params as known
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
+    # The V0 engine's name for it, and today's.
+    name = "structured_outputs" if hasattr(known, "StructuredOutputsParams") else "guided_decoding"
+    guides = getattr(known, "StructuredOutputsParams", None) or known.GuidedDecodingParams
     guide = run.get("guide")
     if isinstance(guide, list):
         guide = guide[index % len(guide)]
@@ -33,7 +36,7 @@ def sampling_params(run: dict, index: int):
         n=run.get("n", 1),
         # A seed each, so that the ids do not depend on which requests happened to share a step.
         seed=None if run.get("temperature") == 0 else run["seed"] + index,
-        structured_outputs=StructuredOutputsParams(**guide) if guide else None,
+        **{name: guides(**guide) if guide else None},
         **more,
     )
 
