@@ -83,6 +83,7 @@ compatibility: $(READY)
 
 # One line a figure: what a document shows is what its command wrote.
 measure: $(READY)
+	@mkdir -p docs/figures
 	$(BIN)/vllm-speedups demo --repeat 3 --json docs/figures/demo.json
 	$(BIN)/vllm-speedups demo --backends xgrammar --disable-any-whitespace --repeat 3 --json docs/figures/demo-no-whitespace.json
 	$(BIN)/vllm-speedups bench guided --json docs/figures/guided.json

@@ -25,6 +25,7 @@ def build(context) -> dict:
     stock = context.stock[TARGET]
     counts = counters("worker-masks")
     cuda = CudaMasks(int(settings.current().mask_cache_mb * 2**20), counts)
+    verifies = context.verifies
 
     def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
         def stocks() -> None:
@@ -41,7 +42,15 @@ def build(context) -> dict:
             stocks()
             context.failed(error)
             return None
-        if not served or not cuda.apply(logits, rows, targets, stocks, input_batch.cu_num_logits, self.mask_stride):
+
+        def differed(facts: dict) -> None:
+            private = {"guided": list(grammar_req_ids), "batch": list(input_batch.req_ids), "bitmask": rows.tolist()}
+            context.differed(facts, private)
+
+        told = differed if verifies is not None and verifies() else None
+        if not served or not cuda.apply(
+            logits, rows, targets, stocks, input_batch.cu_num_logits, self.mask_stride, told
+        ):
             counts["left to stock"] += 1
             stocks()
         return None

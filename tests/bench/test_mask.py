@@ -57,6 +57,14 @@ def test_options_that_make_no_sense_are_one_line(words):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--device is cpu or cuda" in done.stderr
 
 
-def test_without_a_kernel_to_compare_with_it_says_so_in_one_line():
-    done = run(blocked={*BLOCKED, "xgrammar"})
-    assert done.returncode == 2 and "needs torch, and vLLM or xgrammar" in done.stderr.splitlines()[-1]
+def test_without_stock_s_kernel_it_compares_with_torch_and_says_so():
+    done = run("--rows", "2", "--vocab", "320", "--repeat", "2", blocked={*BLOCKED, "xgrammar"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "stock is torch's masked_fill_, since neither vLLM nor xgrammar can be imported" in done.stdout
+
+
+def test_without_torch_it_says_so_in_one_line():
+    done = run(blocked={*BLOCKED, "torch"})
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        "bench mask needs torch and NumPy: No module named 'torch'"
+    ]

@@ -73,6 +73,22 @@ def test_a_difference_ends_it_with_one_line_and_the_logits_are_stocks(said):
     assert "masks on CUDA are off" in line and "other logits than stock" in line
 
 
+def test_a_step_that_is_verified_is_compared_with_stock_and_a_difference_told_with_stocks_bits_left():
+    wrong, facts = [False], []
+
+    def kernel(logits, *arguments) -> None:
+        mask_rows(logits, *arguments)
+        if wrong[0]:
+            logits[1, 7] = 3.0
+
+    masks = made(kernel)
+    assert [step(masks, torch.zeros(2, 64), differed=facts.append) for _ in range(2)] == [(True, 1)] * 2 and not facts
+    wrong[0], logits = True, torch.zeros(2, 64)
+    assert step(masks, logits, differed=facts.append) == (True, 1)
+    assert logits[1, 7] == -torch.inf and facts[0]["first that differs"] == [1, 7] and len(facts) == 1
+    assert step(masks, torch.zeros(2, 64)) == (False, 0)
+
+
 def test_an_error_ends_it_with_one_line_and_leaves_the_step_to_stock(said):
     def failing(*_) -> None:
         raise RuntimeError("no such kernel")

@@ -1,7 +1,7 @@
 """`vllm-speedups bench mask`: applying packed rows to logits, stock's way and ours, over densities and dtypes.
 
-Needs torch, NumPy and stock's kernel, which vLLM or an xgrammar wheel brings. From a checkout in which nothing is installed:
-`python -m vllm_speedups.bench.mask`. With `--device cuda`: see `mask_cuda.py`.
+Needs torch and NumPy, and compares with stock's kernel where vLLM or xgrammar is installed. From a checkout, with nothing of
+it installed: `python -m vllm_speedups.bench.mask`. With `--device cuda`: see `mask_cuda.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from . import report as reports
 
 VOCAB_SIZE = 151_936
+VLLMS = "vLLM's function"
 DTYPES = ("float32", "bfloat16", "float16")
 # Tokens allowed, as they are or counted from the vocabulary's end.
 ALLOWED = (1, 100, 1_000, 5_000, 20_000, 40_000, 75_000, 110_000, 130_000, 140_000, -7_000, -2_000, -36, -0)
@@ -53,7 +54,7 @@ def main(argv: list | None = None) -> int:
 
 
 def run(options) -> int:
-    """Measure and print. 0: all logits equal stock's; 1: some differ; 2: torch, stock's kernel or the device is missing."""
+    """Measure and print. 0: all logits equal stock's; 1: some differ; 2: torch or the device is missing."""
     wrong = sorted(set(options.dtypes) - set(DTYPES))
     if wrong or options.device not in ("cpu", "cuda") or min(options.rows, options.vocab, options.repeat) < 1:
         print(
@@ -67,11 +68,9 @@ def run(options) -> int:
 
         return mask_cuda.run(options)
     try:
-        import torch  # noqa: F401
-
-        stock, name = _stock()
+        stock, name = installed()
     except ImportError as error:
-        print(f"bench mask needs torch, and vLLM or xgrammar: {error}", file=sys.stderr)
+        print(f"bench mask needs torch and NumPy: {error}", file=sys.stderr)
         return 2
     results = []
     for dtype in options.dtypes:
@@ -100,18 +99,36 @@ def batch_of(options, distinct: int, allowed: int):
     return np.stack([masks[index % distinct] for index in range(options.rows)])
 
 
-def _stock():
-    """What applies rows (int32 array [n, words]) to logits [n, vocab] in stock vLLM, or xgrammar's kernel; and its name."""
+def installed():
+    """What applies rows (int32 array [n, words]) to logits [n, vocab]: stock vLLM's function, else xgrammar's kernel, else
+    torch's `masked_fill_`; and which of them it is."""
+    import torch
+
     try:
         from vllm.v1.structured_output.utils import apply_grammar_bitmask
     except ImportError:
-        import torch
+        pass
+    else:
+        return _vllms(apply_grammar_bitmask), VLLMS
+    try:
         import xgrammar
+    except ImportError:
+        return _filled, "torch's masked_fill_, since neither vLLM nor xgrammar can be imported"
+    apply = xgrammar.apply_token_bitmask_inplace
+    return lambda logits, rows: apply(logits, torch.from_numpy(rows)), "xgrammar's kernel"
 
-        def kernel(logits, rows):
-            xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(rows))
 
-        return kernel, "xgrammar's kernel"
+def _filled(logits, rows) -> None:
+    import torch
+
+    from ..masks.packed import unpack
+
+    for values, row in zip(logits, rows):
+        values.masked_fill_(torch.from_numpy(unpack(row, len(values)) == 0), float("-inf"))
+
+
+def _vllms(apply_grammar_bitmask):
+    # The function itself, should the plugin be loaded here.
     apply_grammar_bitmask = getattr(apply_grammar_bitmask, "__wrapped__", apply_grammar_bitmask)
 
     def stock(logits, rows):
@@ -123,7 +140,7 @@ def _stock():
             logits,
         )
 
-    return stock, "vLLM's function"
+    return stock
 
 
 def _measure(stock, options, dtype: str, distinct: int, allowed: int) -> dict:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from . import report as reports
-from .mask import bits
+from .mask import VLLMS, bits, installed
 
 # Tokens allowed in each row, as they are or counted from the vocabulary's end.
 ALLOWED = (100, 75_000, -2_000)
@@ -66,10 +66,8 @@ def _stock() -> tuple:
         import triton  # noqa: F401
     except ImportError as error:
         raise Missing(f"Triton is needed: {error}") from None
-    if importlib.util.find_spec("vllm") is not None:
-        from .mask import _stock as installed
-
-        return installed()
+    if importlib.util.find_spec("vllm") is not None and (found := installed())[1] == VLLMS:
+        return found
     kernel = _xgrammar_kernel()
 
     def staged(logits, rows) -> None:
@@ -103,7 +101,7 @@ def _measure(stock, options, dtype: str, allowed: int, new: int) -> dict:
     from ..masks.cuda import _resident
     from ..masks.packed import pack
 
-    random, device = np.random.default_rng(0), torch.device("cuda", torch.cuda.current_device())
+    random, device = np.random.default_rng(0), _the_device()
     known = np.stack([pack(random.permutation(options.vocab) < allowed) for _ in range(options.rows)])
     logits = torch.randn(options.rows, options.vocab, device=device).to(getattr(torch, dtype))
     counters: dict = defaultdict(int)
@@ -142,6 +140,12 @@ def _measure(stock, options, dtype: str, allowed: int, new: int) -> dict:
     medians: dict = {side: {name: median(times[side, name]) for name in names} for side in sides}
     medians["resident"]["finding"] = finding
     return {"dtype": dtype, "allowed": allowed, "new": new, "equal": equal, **medians}
+
+
+def _the_device():
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _host(function, batch, rows) -> dict:

@@ -45,10 +45,12 @@ class CudaMasks:
         stock: Callable,
         starts=None,
         stride: int = 0,
+        differed: Callable | None = None,
     ) -> bool:
         """Mask `logits` as `stock()` would; False, and nothing done, where the caller has to call it.
 
-        Arguments as of `ResidentMasks.apply`. Never raises but for what `stock()` raises.
+        Arguments as of `ResidentMasks.apply`. Where `differed` is given this step is compared with stock too, whose bits
+        stay in the logits, and a difference is told to it, as facts. Never raises but for what `stock()` raises.
         """
         if self._off or not self._fits(logits, rows, targets, starts, stride):
             return False
@@ -58,7 +60,7 @@ class CudaMasks:
             if self._masks is None:
                 self._masks = (self._make or _resident)(logits.device, rows.shape[1], self._budget, self._counters)
                 self._device = logits.device
-            if kind not in self._proven:
+            if kind not in self._proven or differed is not None:
                 got = logits.clone()
             if not self._masks.apply(got, rows, targets, starts, stride):
                 return False
@@ -67,15 +69,20 @@ class CudaMasks:
             return False
         if got is not logits:
             stock()
-            self._compare(kind, got, logits)
+            self._compare(kind, got, logits, differed)
         return True
 
-    def _compare(self, kind: tuple, got: torch.Tensor, expected: torch.Tensor) -> None:
+    def _compare(self, kind: tuple, got: torch.Tensor, expected: torch.Tensor, differed: Callable | None) -> None:
         try:
-            if torch.equal(got.view(VIEWS[kind[0]]), expected.view(VIEWS[kind[0]])):
+            ours, stocks = (one.view(VIEWS[kind[0]]) for one in (got, expected))
+            if torch.equal(ours, stocks):
                 self._proven.add(kind)
-            else:
-                self._end(f"it left other logits than stock ({kind[0]})")
+                return
+            self._end(f"it left other logits than stock ({kind[0]})")
+            if differed is not None:
+                row, column = (ours != stocks).nonzero()[0].tolist()
+                bits = {"stock": hex(int(stocks[row, column])), "ours": hex(int(ours[row, column]))}
+                differed({"logits": f"{kind[0]} {tuple(got.shape)}", "first that differs": [row, column], **bits})
         except Exception as error:
             self._end(f"it could not be compared with stock: {error!r}")
 

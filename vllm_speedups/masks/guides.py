@@ -86,7 +86,9 @@ def table_bytes(maps: dict) -> int:
     return sum(sys.getsizeof(tokens) + _INTEGER_BYTES * len(tokens) for tokens in maps.values())
 
 
-def index_bytes(initial: int, allowed: Callable[[int], list | None], following: Callable[[int, int], int | None]) -> int:
+def index_bytes(
+    initial: int, allowed: Callable[[int], list | None], following: Callable[[int, int], int | None]
+) -> int:
     """What an index of outlines_core holds, roughly, asked for a few of its states only.
 
     `allowed(state)` lists the tokens of a state, None where there are none, and `following(state, token)` is the state
