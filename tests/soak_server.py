@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_speedups import reporter
 from vllm_speedups.bench.engine import engine_arguments
 from vllm_speedups.bench.models import build_model
 from vllm_speedups.bench.schemas import SCHEMAS
@@ -133,7 +134,23 @@ def load(options: argparse.Namespace, model: str, stock: Server, patched: Server
     half = options.rounds // 2
     grown = [series[-1] - series[half] for series in memory]
     print(f"MiB grown from round {half + 1} to {options.rounds}: stock {grown[0]:.0f}, patched {grown[1]:.0f}")
-    return 1 if differ or any(running) else 0
+    over = _held(patched, options.mib)
+    return 1 if differ or any(running) or over else 0
+
+
+def _held(server: Server, mib: float) -> int:
+    """Print what the caches of each process hold. How many hold more than their budgets, networks included, allow."""
+    over = 0
+    for state in filter(None, map(reporter.ask, reporter.pids(server.pid))):
+        for patch in state["patches"]:
+            counts = patch["counters"]
+            held = counts.get("bytes", 0) / 2**20
+            if held:
+                print(f"{patch['name']} in process {state['pid']}: {held:.1f} MiB held, {counts}")
+            # Networks and tries have a quarter of the rows' budget beside it.
+            over += held > 1.25 * mib
+            over += bool(patch["failures"] or patch["differences"]) or patch["status"] != "applied"
+    return over
 
 
 def quantiles(seconds: list) -> str:
