@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -284,4 +285,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Servers end with the blocks that they were started in, also when somebody ends this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
