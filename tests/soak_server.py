@@ -37,7 +37,7 @@ def schema(random_: random.Random, depth: int) -> dict:
         return random_.choice(
             [
                 {"type": "string"},
-                {"type": "string", "maxLength": random_.randrange(1, 24)},
+                {"type": "string", "maxLength": random_.randrange(1, 12)},
                 {"type": "string", "minLength": 1, "maxLength": random_.randrange(2, 9)},
                 {"type": "string", "pattern": f"^[a-z]{{{random_.randrange(1, 4)},{random_.randrange(4, 9)}}}-[0-9]+$"},
                 {"type": "string", "format": random_.choice(["date", "time", "date-time", "uuid", "email", "ipv4"])},
@@ -53,7 +53,7 @@ def schema(random_: random.Random, depth: int) -> dict:
         return {"anyOf": [schema(random_, depth - 1) for _ in range(random_.randrange(2, 4))]}
     if kind < 0.4:
         return {"type": "array", "items": schema(random_, depth - 1), "maxItems": random_.randrange(2, 9)}
-    wide = random_.randrange(1, 15 if depth < 3 else 5)
+    wide = random_.randrange(1, 12 if depth == 1 else 4)
     properties = {name: schema(random_, depth - 1) for name in random_.sample(NAMES, wide)}
     required = [name for name in properties if random_.random() < 0.7]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -76,7 +76,7 @@ def recursive(random_: random.Random) -> dict:
 def schemas(count: int) -> list:
     """Generated schemas, every fifth recursive."""
     return [
-        recursive(random.Random(number)) if number % 5 == 0 else schema(random.Random(number), 2 + number % 4)
+        recursive(random.Random(number)) if number % 5 == 0 else schema(random.Random(number), 1 + number % 4)
         for number in range(count)
     ]
 
