@@ -45,6 +45,8 @@ GUIDES = {
     "guidance": [JSON, REGEX, RECURSIVE, LARK, CHOICE, None],
     "outlines": [JSON, REGEX, CHOICE, None],
 }
+# Can always go on, among the bytes that are the chat model's tokens 97 to 122.
+AMONG_LETTERS = {"regex": "([a-m]{1,4}[n-z]{1,3})+"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 TOOLS = [
     {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
@@ -65,6 +67,7 @@ class Outcome:
 
     answers: list = field(default_factory=list)
     guided: int = 0
+    tools_called: int = 0
 
     def add(self, ids: Sequence, guided: int, more: object = None) -> None:
         """An answer, and how many of its ids were guided."""
@@ -135,28 +138,26 @@ def drafts(engine: Engine, scale: float) -> Outcome:
     return outcome
 
 
-def thoughts(engine: Engine, scale: float, **run) -> Outcome:
+def thoughts(engine: Engine, scale: float) -> Outcome:
     """The grammar begins at the end of thoughts, which comes after some twenty tokens, now and then never."""
-    outcome, guides = Outcome(), GUIDES["xgrammar"]
-    end = mark_id("</think>")
-    thinking = [[mark_id("<|turn|>"), 500 + index, mark_id("<think>")] for index in range(max(6, int(48 * scale)))]
-    for visit in range(2):
-        ids = engine.generate(
-            thinking,
-            96,
-            guide=guides,
-            seed=1000 * visit,
-            sampling={"logit_bias": {end: 5.0}, "skip_special_tokens": False},
-            **run,
-        )["ids"]
-        for index, (sequence,) in enumerate(ids):
-            outcome.add(sequence, unthought(sequence, end) if guides[index % len(guides)] else 0)
-    return outcome
+    sampling = {"logit_bias": {mark_id("</think>"): 5.0}, "skip_special_tokens": False}
+    return _thoughts(engine, scale, GUIDES["xgrammar"], sampling=sampling)
 
 
 def thoughts_and_drafts(engine: Engine, scale: float) -> Outcome:
-    """The same, greedy, with drafts that may span the end of thoughts."""
-    return thoughts(engine, scale, temperature=0.0)
+    """The same, greedy, with drafts that may span the end of thoughts: among few tokens, so that it is chosen at all."""
+    sampling = {"allowed_token_ids": [*range(97, 123), mark_id("</think>")], "skip_special_tokens": False}
+    return _thoughts(engine, scale, [AMONG_LETTERS, None, AMONG_LETTERS], sampling=sampling, temperature=0.0)
+
+
+def _thoughts(engine: Engine, scale: float, guides: list, **run) -> Outcome:
+    outcome, end = Outcome(), mark_id("</think>")
+    thinking = [[mark_id("<|turn|>"), 500 + index, mark_id("<think>")] for index in range(max(6, int(48 * scale)))]
+    for visit in range(2):
+        ids = engine.generate(thinking, 96, guide=guides, seed=1000 * visit, **run)["ids"]
+        for index, (sequence,) in enumerate(ids):
+            outcome.add(sequence, unthought(sequence, end) if guides[index % len(guides)] else 0)
+    return outcome
 
 
 def turns(engine: Engine, scale: float) -> Outcome:
@@ -204,9 +205,15 @@ def body(model: str, guide: dict | None, **more) -> dict:
 
 
 def listen(server: Server, outcome: Outcome, requests: list, guided: list, begins_after: int | None = None) -> None:
-    """Ask a server and add what it said to the outcome. `begins_after`: the token behind which grammars begin."""
+    """Ask a server and add what it said to the outcome. `begins_after`: the token behind which grammars begin.
+
+    Where thoughts and tool calls are told from the text as it streams, the pieces that a client gets depend on how many
+    tokens arrive together: stock's texts differ from its own then, and only ids are compared.
+    """
+    names = ("finish", "error") if begins_after else ("texts", "finish", "error")
     for answer, is_guided in zip(server.ask(requests), guided):
-        said = {name: answer[name] for name in ("texts", "finish", "error", "calls")}
+        said = {name: answer[name] for name in names}
+        outcome.tools_called += any(arguments for _, arguments in answer["calls"].values())
         ids = answer["ids"].get("0", [])
         outcome.add(ids, unthought(ids, begins_after) if is_guided else 0, said)
 
@@ -288,7 +295,7 @@ def found_blocks(metrics: dict, outcome: Outcome) -> bool:
 
 def called_tools(metrics: dict, outcome: Outcome) -> bool:
     """Whether the model called tools, with arguments."""
-    return any(arguments for _, said in outcome.answers for _, arguments in said["calls"].values())
+    return outcome.tools_called > 0
 
 
 def rejected_drafts(metrics: dict, outcome: Outcome) -> bool:

@@ -45,7 +45,7 @@ class Pace:
 
 # Seconds of work at one go, and of rest after it, of a thread that shares the interpreter lock with the engine: a thread
 # that only gives the lock up when it is asked to keeps the engine waiting 5 ms each time.
-WORK, REST = 0.0005, 0.0035
+WORK, REST = 0.0005, 0.0015
 
 _mine = threading.local()
 
