@@ -7,9 +7,11 @@ a test wants text that ends, their weights prefer tokens that close what is open
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import shutil
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,16 +90,17 @@ def build(cache: Path) -> Path:
     # Another version of this file makes another cache.
     made = cache / hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     if not made.is_dir():
-        shutil.rmtree(cache, ignore_errors=True)
-        started = cache / "started"
-        kinds = {"gpt2": _gpt2, "qwen": _qwen, "tekken": _tekken}
-        for kind, write in kinds.items():
-            folder = started / kind
-            folder.mkdir(parents=True)
-            write(folder)
-        for repository, recipe in REPOSITORIES.items():
-            _repository(started, repository, *recipe)
-        started.rename(made)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="started-") as folder:
+            started = Path(folder, "hub")
+            for kind, write in {"gpt2": _gpt2, "qwen": _qwen, "tekken": _tekken}.items():
+                (started / kind).mkdir(parents=True)
+                write(started / kind)
+            for repository, recipe in REPOSITORIES.items():
+                _repository(started, repository, *recipe)
+            # Who was quicker has made the same.
+            with contextlib.suppress(OSError):
+                started.rename(made)
     return made
 
 
