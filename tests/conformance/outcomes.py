@@ -70,19 +70,15 @@ def objections(stock: list, patched: list, meant: Iterable, groups: int) -> list
     for patch in meant:
         if not any(process["patches"].get(patch, [""])[0] == "applied" for process in patched):
             found.append(f"{patch} was applied in no process")
-        if not any(worked(patch, process) for process in patched):
-            found.append(f"{patch} counted nothing in any process: no test touched it")
+        if not any(worked(patch, process).get("hits") for process in patched):
+            found.append(f"{patch} answered nothing in any process: no test touched it")
     return list(dict.fromkeys(found))
 
 
-# Counters that a patch keeps of what it left to stock are no sign of work.
-_LEFT = "stock"
-
-
 def worked(patch: str, process: Mapping) -> dict:
-    """What a patch counted of its own work in one process."""
+    """What a patch answered in one process, and what it computed to answer it later."""
     counts = process["counters"].get(patch, {})
-    return {name: count for name, count in counts.items() if count and _LEFT not in name}
+    return {name: counts[name] for name in ("hits", "misses") if counts.get(name)}
 
 
 def tally(outcomes: Mapping) -> dict:

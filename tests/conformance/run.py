@@ -30,8 +30,7 @@ from vllm_speedups.doctor import find_vllm
 from vllm_speedups.plugin import discover
 
 HERE = Path(__file__).resolve().parent
-CODE = HERE.parents[1]
-BUILD = CODE / "build" / "conformance"
+BUILD = HERE.parents[1] / "build" / "conformance"
 
 # Where what was seen is kept, below the release's folder, and the names of what belongs to which run there.
 RECORDS = "records"
@@ -80,7 +79,8 @@ def main(arguments: list) -> int:
     meant = [p.name for p in discover() if p.contract.meant_for(options.release) and not p.contract.off_by_default]
     stock, patched = suite.processes(False), suite.processes(True)
     if options.paths:
-        meant = [name for name in meant if any(outcomes.worked(name, process) for process in patched)]
+        # Some tests needn't touch every patch: what they touched is to be told.
+        meant = [name for name in meant if any(outcomes.worked(name, one).get("hits") for one in patched)]
     report["objections"] = outcomes.objections(stock, patched, meant, len(groups))
     report["worked"] = {name: _total(name, patched) for name in meant}
     (suite.records / "report.json").write_text(json.dumps(report, indent=1))
@@ -101,7 +101,7 @@ class Suite:
         self.overlay = found["version"] != release
         self.tests = self.place / "tests"
         packages = _packages()
-        self.path = [str(CODE), str(packages)]
+        self.path = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
         sys.path.append(str(packages))
         if not self.tests.is_dir():
             _unpack(release, self.place, Path(found["location"]) if self.overlay else None)
@@ -136,8 +136,8 @@ class Suite:
     def _start(self, name: str, paths: list, with_plugin: bool) -> tuple:
         folder = self.records / SIDES[with_plugin] / name
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance_witness", "-p", "no:cacheprovider", "--tb=short"]
-        command += [f"--timeout={SECONDS_A_TEST}", *paths]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--timeout={SECONDS_A_TEST}"]
+        command += ["-p", "conformance_witness", "-p", "no:cacheprovider", *paths]
         cores = sorted(os.sched_getaffinity(0))
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "HF_", "PYTEST_"))}
         environ.update(
@@ -156,9 +156,8 @@ class Suite:
         if self.overlay:
             environ["VLLM_TARGET_DEVICE"] = "cpu"
         with (folder / "pytest.log").open("w") as log:
-            process = subprocess.Popen(
-                command, cwd=self.place, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            process = subprocess.Popen(command, cwd=self.place, env=environ, start_new_session=True, **streams)
         return process, folder
 
     def _finish(self, process: subprocess.Popen, folder: Path) -> dict:
@@ -189,7 +188,8 @@ def _packages() -> Path:
     about = folder / "conformance_witness-1.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: conformance-witness\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nconformance_witness = conformance_witness:register\n")
+    point = "[vllm.general_plugins]\nconformance_witness = conformance_witness:register\n"
+    (about / "entry_points.txt").write_text(point)
     return folder
 
 

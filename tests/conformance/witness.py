@@ -34,9 +34,11 @@ def register() -> None:
 
 
 def _watch() -> None:
-    """Write now, every while, and at the end. A forked process starts anew, with counters of its parent's."""
-    _written.clear()
-    _write()
+    """Write every while, and at the end. A forked process starts anew, with the counters of its parent.
+
+    Not at once: vLLM may load the plugin after us.
+    """
+    _written["record"] = None
     atexit.register(_write)
     multiprocessing.util.Finalize(None, _write, exitpriority=1)
     threading.Thread(target=_repeat, name="conformance-witness", daemon=True).start()
