@@ -11,7 +11,7 @@ READY  := $(VENV)/ready-vllm-$(VLLM)
 V0     := 0.4.2 0.5.5 0.8.5
 
 .PHONY: help demo test test-fast test-v0 test-v0-engine v0-engine lint doctor facts compatibility measure figures \
-        soak-states configurations soak clean
+        soak-states configurations soak conformance clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
@@ -23,6 +23,7 @@ help:
 	@echo "make soak-states  a million steps of the state ids against fresh fills (STEPS=...)"
 	@echo "make configurations  vLLM as it is used in earnest, stock against patched, every guided token compared (an hour)"
 	@echo "make soak         two servers under thousands of requests, then under adversaries (half an hour)"
+	@echo "make conformance  vLLM's own tests without and with the plugin (RELEASE=... for another release's, TESTS=... for some)"
 	@echo "make doctor       which patches apply in $(VENV)"
 	@echo "make facts        patches/releases.json from the registry: each release that it does not know in full, 5 to"
 	@echo "                  20 seconds and 200 to 500 MB each (WHEELS=folder: those that lie there are not fetched)"
@@ -105,6 +106,9 @@ configurations: $(READY)
 soak: $(READY)
 	@$(BIN)/python tests/soak_server.py load
 	@$(BIN)/python tests/soak_server.py adversaries
+
+conformance: $(READY)
+	@$(BIN)/python tests/conformance/run.py $(or $(RELEASE),$(VLLM)) $(TESTS)
 
 clean:
 	rm -rf $(VENV) .venv-v0-* build dist *.egg-info
