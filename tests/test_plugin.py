@@ -49,7 +49,7 @@ for line in sys.stdin:
         logging.getLogger("vllm.speedups").addHandler(handler)
         logging.getLogger("vllm.speedups").setLevel(logging.INFO)
         answer = {}
-        scope = {"answer": answer, "utils": utils}
+        scope = {"answer": answer, "utils": utils, "said": said}
         try:
             exec(task["code"], scope)
         except BaseException as error:

@@ -28,14 +28,18 @@ class Verdict:
     differences: tuple = ()
 
 
-def judge(contract: Contract, version: str | None, fingerprint: Callable) -> Verdict:
+def judge(
+    contract: Contract, version: str | None, fingerprint: Callable, library: Callable = lambda name: None
+) -> Verdict:
     """Hold a contract against the code whose fingerprints `fingerprint(path)` gives. Nothing is probed.
 
     `version` is that of the contract's package; of another package than vLLM None means that it is not there.
+    `library(name)` tells which versions of a library may be there, as `Contract.require_libraries` takes it.
     """
     if not contract.meant_for(version) or (version is None and contract.package != VLLM):
         return Verdict(contract.name, NOT_MEANT, None, (f"meant for {contract.meant}",))
     try:
+        contract.require_libraries(library)
         form = contract.match({path: fingerprint(path) for path in contract.paths()})
     except Declined as no:
         reasons = tuple(f"{difference.kind} {difference}" for difference in no.differences) or (str(no),)
@@ -90,16 +94,17 @@ def examine(targets: Iterable, contracts: list, distribution: str = releases.DIS
         try:
             with _opened(target, distribution) as release:
                 entry = {"target": release.name, "version": release.version, "where": release.where}
-                entry["patches"] = [
-                    _plain(judge(contract, release.version_of(contract.package), release.fingerprint), contract)
-                    for contract in contracts
-                ]
+                entry["patches"] = [_plain(_judged(contract, release), contract) for contract in contracts]
             status = DECLINES if any(patch["status"] == DECLINED for patch in entry["patches"]) else APPLIES
         except releases.Unreadable as error:
             entry, status = {"target": target or "this environment", "error": str(error), "patches": []}, UNREADABLE
         report["targets"].append(entry)
         report["status"] = max(report["status"], status)
     return report
+
+
+def _judged(contract: Contract, release: releases.Release) -> Verdict:
+    return judge(contract, release.version_of(contract.package), release.fingerprint, release.library)
 
 
 @contextlib.contextmanager

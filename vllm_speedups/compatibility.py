@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 from . import releases
 from .audit import Verdict, judge
 from .facts import FACTS, Facts, Incomplete, facts_of, refresh, runs
 from .patching import APPLIED, DECLINED, NOT_MEANT, VLLM, Contract
 from .plugin import discover
+from .proofs import ENGINE as ENGINE_RUN
+from .proofs import OWN_CODE, Proofs
 
 PAGE = Path("docs", "compatibility.md")
 OLDEST = "0.4.0"
@@ -42,30 +47,34 @@ class Cell:
         return self.verdict.status + (f", {self.proof}" if self.proof else "")
 
 
-def cell(contract: Contract, version: str, facts: Facts) -> Cell:
+def cell(contract: Contract, version: str, facts: Facts, proofs: Proofs | None = None) -> Cell:
     """One cell of the matrix. Raises Incomplete."""
     seen = {path: facts.fingerprint(path, version) for path in contract.paths()}
     if not any(seen[path] for form in contract.forms for path in form.targets):
         return Cell(Verdict(contract.name, NOT_THERE))
-    verdict = judge(contract, version, seen.get)
+    verdict = judge(contract, version, seen.get, lambda name: facts.library(name, version))
     if verdict.status == NOT_MEANT:
-        return Cell(verdict, fits=any(not form.differences(seen) for form in contract.forms))
-    return Cell(verdict, _proof(contract, verdict, version, seen) if verdict.status == APPLIED else "")
+        whole = judge(replace(contract, versions=SpecifierSet()), version, seen.get, lambda name: facts.library(name, version))
+        return Cell(verdict, fits=whole.status == APPLIED)
+    return Cell(verdict, _proof(contract, verdict, version, seen, proofs) if verdict.status == APPLIED else "")
 
 
-def _proof(contract: Contract, verdict: Verdict, version: str, seen: dict) -> str:
+def _proof(contract: Contract, verdict: Verdict, version: str, seen: dict, proofs: Proofs | None) -> str:
+    proven = proofs.known.get(contract.name, {}) if proofs else {}
+    if version in proven:
+        return ENGINE_RUN if version == ENGINE else proofs.kind(contract.name, version)
     form = next(form for form in contract.forms if form.name == verdict.form)
     # Releases that the contract lists with all of the fingerprints that this release has.
     alike = set.intersection(*(set(known[seen[path]]) for path, known in form.paths().items()))
-    tested = alike if contract.proof else alike & {ENGINE}
+    tested = alike if contract.proof else alike & {ENGINE, *proven}
     if version in tested:
-        return "engine" if version == ENGINE else "own code"
+        return ENGINE_RUN if version == ENGINE else OWN_CODE
     if tested:
         return f"same code as {max(tested, key=releases.Version)}"
     return "listed" if alike else "same parts"
 
 
-def page(facts: Facts, contracts: list, others: tuple = ()) -> str:
+def page(facts: Facts, contracts: list, others: tuple = (), proofs: Proofs | None = None) -> str:
     """The whole of docs/compatibility.md. Raises Incomplete.
 
     `facts` and `contracts` are those about vLLM, `others` holds pairs of the same about other packages.
@@ -74,10 +83,17 @@ def page(facts: Facts, contracts: list, others: tuple = ()) -> str:
         known.check(of)
     newest_first = list(reversed(facts.releases))
     cells = {
-        (contract.name, version): cell(contract, version, facts) for contract in contracts for version in newest_first
+        (contract.name, version): cell(contract, version, facts, proofs)
+        for contract in contracts
+        for version in newest_first
     }
     everything = [*contracts, *(contract for _, of in others for contract in of)]
     listed = list(dict.fromkeys(contract.proof for contract in everything if contract.proof))
+    if proofs and proofs.known:
+        listed.append(
+            "the patch's tests beside stock were run on this release's own Python code, over the compiled CPU libraries of "
+            f"{ENGINE}, with the grammar libraries that it asks for (`make prove-releases`)"
+        )
     lines = [
         "# Which patch applies to which vLLM",
         "",
@@ -91,7 +107,10 @@ def page(facts: Facts, contracts: list, others: tuple = ()) -> str:
             "- **applied**: every definition that the patch replaces or relies on is one that its contract knows. It is "
             "proven once more on its first use. What stands behind it is"
         ),
-        *_filled(f"  - *engine*: the tests run this release's real engine, stock and patched ({ENGINE}, on a CPU);"),
+        *_filled(
+            f"  - *engine*: the tests ran this release's real engine on a CPU, stock and patched ({ENGINE} whenever they run, "
+            "others by `make prove-releases ENGINE=1`);"
+        ),
         *_filled(f"  - *own code*: {'; '.join(listed)};" if listed else ""),
         *_filled("  - *same code*: not run on this release; its fingerprints are all those of one that was tested;"),
         *_filled("  - *listed*: the contract lists such a release and does not say how it was tested;"),
@@ -160,12 +179,26 @@ def _overview(contracts: list, cells: dict, facts: Facts) -> list:
             row.append(f"{len(of)}: {_shown(of, facts)}" if of else "0")
         lines.append(f"| {' | '.join(row)} |")
     for contract in contracts:
+        lines += _libraries(contract, cells, facts)
         fits = [version for version in facts.releases if cells[contract.name, version].fits]
         if fits:
             lines += [
                 "",
                 *_filled(f"`{contract.name}` would fit {_shown(fits, facts)} too, which its contract leaves out."),
             ]
+    return lines
+
+
+def _libraries(contract: Contract, cells: dict, facts: Facts) -> list:
+    """What a contract asks of libraries, and which releases leave it open whether they have that."""
+    lines = []
+    for name, proven in contract.libraries.items():
+        of = [version for version in facts.releases if cells[contract.name, version].verdict.status == APPLIED]
+        open_ = [version for version in of if not re.fullmatch("==[^,*]+", facts.library(name, version) or "")]
+        text = f"`{contract.name}` was proven with {name} {', '.join(proven)}, and declines with any other."
+        if open_:
+            text += f" {_shown(open_, facts)} let others in too."
+        lines += ["", *_filled(text)]
     return lines
 
 
@@ -201,7 +234,7 @@ def main(argv: list | None = None) -> int:
                 _refresh(facts, contracts, options.wheels)
         else:
             (facts, contracts), *others = known
-            _write(PAGE, page(facts, contracts, tuple(others)))
+            write(PAGE, page(facts, contracts, tuple(others), Proofs.load(facts.releases)))
     except Incomplete as error:
         print(error, file=sys.stderr)
         return 1
@@ -233,14 +266,14 @@ def _refresh(facts: Facts, contracts: list, folder: Path | None) -> None:
     if package != VLLM:
         listed = [version for version in listed if any(contract.meant_for(version) for contract in contracts)]
     wheels = releases.wheels_in(folder, package) if folder else {}
-    refresh(facts, contracts, listed, wheels, lambda: _write(facts_of(package), facts.dump()), _say)
+    refresh(facts, contracts, listed, wheels, lambda: write(facts_of(package), facts.dump()), _say)
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _write(file: Path, text: str) -> None:
+def write(file: Path, text: str) -> None:
     """Replace a file as a whole, so that an interruption leaves the old one."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as new:
         new.write(text)

@@ -15,7 +15,7 @@ from . import __version__, plugin, settings
 from .patching import DECLINED, apply
 
 APPLIES, DECLINES, NO_VLLM = 0, 1, 2
-ENTRY_POINT = "vllm_speedups"
+ENTRY_POINT, GROUP = "vllm_speedups", "vllm.general_plugins"
 
 
 def run(options) -> int:
@@ -26,7 +26,7 @@ def run(options) -> int:
 
 
 def examine() -> dict:
-    """Look for vLLM, apply the patches in this process, probes included, and take them back."""
+    """Look for vLLM, apply the patches in this process among its other plugins, probes included, and take them back."""
     warnings: list = []
     chosen = settings.read(os.environ, warnings.append)
     found = find_vllm()
@@ -47,22 +47,46 @@ def examine() -> dict:
     logging.getLogger("vllm.speedups").setLevel(logging.CRITICAL)
     patches = plugin.discover()
     warnings += chosen.unknown({patch.name for patch in patches})
-    apply(patches, report["vllm"]["version"], chosen.disables, eager=True)
+    warnings += _load(lambda: apply(patches, report["vllm"]["version"], chosen.disables, eager=True))
+    for patch in patches:
+        patch.look_again()
     report["patches"] = [
         {
             "name": patch.name,
             "status": patch.status,
             "reason": patch.reason,
             "form": patch.form.name if patch.form else None,
+            "notes": list(patch.notes),
             "summary": patch.contract.prose["summary"],
         }
         for patch in patches
     ]
-    report["status"] = DECLINES if any(patch.status == DECLINED for patch in patches) else APPLIES
+    off = [patch for patch in patches if patch.status == DECLINED or patch.overruled()]
+    report["status"] = DECLINES if off else APPLIES
     for patch in patches:
         if patch.active:
             patch.revert()
     return report
+
+
+def _load(apply_ours) -> list:
+    """Load the general plugins that vLLM would, in its order, ours among them. Gives a warning for each that fails."""
+    choice, warnings, applied = os.environ.get("VLLM_PLUGINS"), [], False
+    for point in importlib_metadata.entry_points(group=GROUP):
+        if choice is not None and point.name not in choice.split(","):
+            continue
+        if point.name == ENTRY_POINT:
+            if not applied:
+                apply_ours()
+            applied = True
+            continue
+        try:
+            point.load()()
+        except Exception as error:
+            warnings.append(f"the plugin {point.name} ({point.value}) could not be loaded: {error!r}")
+    if not applied:
+        apply_ours()
+    return warnings
 
 
 def find_vllm() -> dict | None:
@@ -83,9 +107,7 @@ def find_vllm() -> dict | None:
 
 def _loaded_by_vllm(found: dict | None) -> dict:
     """Whether vLLM would load the plugin in this environment, and why not."""
-    installed = any(
-        point.name == ENTRY_POINT for point in importlib_metadata.entry_points(group="vllm.general_plugins")
-    )
+    installed = any(point.name == ENTRY_POINT for point in importlib_metadata.entry_points(group=GROUP))
     choice = os.environ.get("VLLM_PLUGINS")
     if found is None:
         return {"yes": False, "why": "there is no vLLM in this environment"}
@@ -111,6 +133,7 @@ def text(report: dict) -> str:
         lines += ["", "patches"]
     for patch in report["patches"]:
         lines.append(f"  {patch['name']:18} {patch['status']:10} {patch['reason'] or patch['summary']}")
+        lines += [f"  {'':18} {'':10} {note}" for note in patch["notes"]]
     if report["patches"] and not report["settings"]["cuda_masks"]:
         lines += [
             "",

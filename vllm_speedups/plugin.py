@@ -74,6 +74,9 @@ def _register() -> list:
             _patches = patches
             _inform(summary(patches))
             _report(chosen)
+        else:
+            for patch in _patches:
+                patch.look_again()
         return [patch for patch in _patches if patch.status == DECLINED]
 
 

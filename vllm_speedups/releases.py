@@ -5,16 +5,18 @@ from __future__ import annotations
 import ast
 import contextlib
 import email
+import email.message
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import importlib_metadata
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
@@ -31,6 +33,9 @@ _ANY_WHEEL = [
     "--python-version=3.10", "--implementation=cp", "--abi=cp310", "--abi=abi3", "--platform=manylinux1_x86_64",
     *(f"--platform=manylinux_2_{minor}_x86_64" for minor in range(5, 40)),
 ]  # fmt: skip
+
+# Whose requirements are read, whatever machine reads them.
+_X86 = {"extra": "", "platform_machine": "x86_64", "platform_system": "Linux", "sys_platform": "linux"}
 
 
 # How people call a package.
@@ -53,6 +58,7 @@ class Release:
     where: str
     version: str | None
     source: Source
+    requirements: tuple = ()
 
     @property
     def label(self) -> str:
@@ -64,7 +70,7 @@ class Release:
         if package == PACKAGE or not isinstance(self.source, Tree):
             return self.version if package == PACKAGE else None
         for distribution in importlib_metadata.distributions(path=[str(self.source.root)]):
-            if canonicalize_name(distribution.name or "") == package:
+            if canonicalize_name(distribution.name or "") == canonicalize_name(package):
                 return distribution.version
         return None
 
@@ -72,6 +78,10 @@ class Release:
         """As Source.fingerprint. Raises Unreadable."""
         with _named(self.name):
             return self.source.fingerprint(path)
+
+    def library(self, name: str) -> str | None:
+        """The version of a library beside this vLLM, or what its wheel asks for, as a specifier; None if not known."""
+        return self.version_of(name) if isinstance(self.source, Tree) else _required(self.requirements, name)
 
     def lines(self, path: str) -> list:
         """The lines of a definition, none where it is missing or cannot be parsed. Raises Unreadable."""
@@ -119,7 +129,9 @@ def at(path: Path, name: str, package: str = PACKAGE) -> Release:
         if f"{package}/__init__.py" not in wheel.members:
             wheel.close()
             raise Unreadable(f"{name}: there is no {package}/ in this wheel: give a wheel of {_NAMES.get(package, package)}")
-        return Release(name, str(path), _wheel_version(wheel) or _written_version(wheel), wheel)
+        metadata = _wheel_metadata(wheel)
+        version = metadata.get("Version") or _written_version(wheel)
+        return Release(name, str(path), version, wheel, tuple(metadata.get_all("Requires-Dist") or ()))
 
 
 def here(location: str, version: str | None) -> Release:
@@ -158,10 +170,22 @@ def _installed_version(root: Path) -> str | None:
     return named
 
 
-def _wheel_version(wheel: Wheel) -> str | None:
+def _wheel_metadata(wheel: Wheel) -> email.message.Message:
     for member in wheel.members:
         if re.fullmatch(r"[^/]+\.dist-info/METADATA", member):
-            return email.message_from_bytes(wheel.member(member)).get("Version")
+            return email.message_from_bytes(wheel.member(member))
+    return email.message.Message()
+
+
+def _required(requirements: Iterable, name: str) -> str | None:
+    """What a wheel for Linux on x86-64 asks of a library, as a specifier, or None where it does not name it."""
+    for text in requirements:
+        with contextlib.suppress(InvalidRequirement):
+            wanted = Requirement(text)
+            if canonicalize_name(wanted.name) == canonicalize_name(name) and (
+                wanted.marker is None or wanted.marker.evaluate(_X86)
+            ):
+                return str(wanted.specifier)
     return None
 
 

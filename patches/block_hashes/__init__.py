@@ -15,7 +15,8 @@ from vllm_speedups.telemetry import counters, gauge
 MODULE = "vllm.v1.core.kv_cache_utils"
 TARGET = f"{MODULE}:get_request_block_hasher"
 EXTRA_KEYS = f"{MODULE}:generate_block_hash_extra_keys"
-HASHING = "vllm.utils.hashing"
+# Where hash functions are at home; until 0.11.0 in the second.
+HASHING = ("vllm.utils.hashing", "vllm.utils")
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
@@ -26,10 +27,15 @@ def build(context) -> dict:
     return {TARGET: _factory(context, memo, counters("block-hashes"))}
 
 
+def hash_function(stock, name: str):
+    """vLLM's own hash function of that name, or None where it has none."""
+    return next((stock[path] for path in (f"{home}:{name}" for home in HASHING) if path in stock), None)
+
+
 def _factory(context, memo, counts):
     stock_factory = context.stock[TARGET]
     signature = inspect.signature(stock_factory)
-    functions = [(name, context.stock.get(f"{HASHING}:{name}")) for name in ALGORITHMS]
+    functions = [(name, hash_function(context.stock, name)) for name in ALGORITHMS]
 
     def get_request_block_hasher(*args, **kwargs):
         stock_hasher = stock_factory(*args, **kwargs)
@@ -190,12 +196,12 @@ def probe(context, replacements) -> None:
     position = SimpleNamespace(offset=70, length=50)
     kinds = (
         {},
-        {"lora_request": SimpleNamespace(lora_name="probe", lora_path="adapter"), "cache_salt": "salt"},
+        {"lora_request": SimpleNamespace(lora_name="probe", lora_path="adapter", lora_int_id=1), "cache_salt": "salt"},
         {"mm_features": [SimpleNamespace(identifier="probe", mm_position=position)], "cache_salt": "salt"},
     )
     seeded = hasattr(sys.modules[MODULE], "NONE_HASH")
     for name in ALGORITHMS:
-        function, algorithm = context.stock.get(f"{HASHING}:{name}"), find(name)
+        function, algorithm = hash_function(context.stock, name), find(name)
         if function is None or algorithm is None:
             continue
         stock, ours = context.stock[TARGET](block_size, function), factory(block_size, function)

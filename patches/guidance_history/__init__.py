@@ -9,7 +9,7 @@ import torch
 from vllm_speedups.masks.packed import words_for
 from vllm_speedups.masks.rows import RowCache
 from vllm_speedups.masks.tracking import EXPENSIVE, Request, Tracker
-from vllm_speedups.patches.tracked import fill_through, serial_of, tracker
+from vllm_speedups.patches.tracked import fill_through, given, serial_of, tracker
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -30,10 +30,12 @@ def build(context) -> dict:
     grammars = tracker("guidance-history", counts)
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
-        grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
+        grammar = stock_compile(self, request_type, grammar_spec, *given(stop_token_ids))
         try:
-            # The tokenizer belongs to the backend; stop tokens play no part in an llguidance matcher.
-            grammar._speedups = Request(grammars, grammars.grammar((serial_of(self), request_type, grammar_spec)))
+            # Whose methods are somebody's may move its matcher past us.
+            if context.intact(type(grammar)):
+                # The tokenizer belongs to the backend; stop tokens play no part in an llguidance matcher.
+                grammar._speedups = Request(grammars, grammars.grammar((serial_of(self), request_type, grammar_spec)))
         except Exception as error:
             context.failed(error)
         return grammar
@@ -54,7 +56,8 @@ def build(context) -> dict:
 
     def rollback(self, num_tokens):
         request = self.__dict__.get("_speedups")
-        count = num_tokens - self.rollback_lag
+        # Before 0.11.1 a matcher took back as many tokens as it was told to, consumed or not.
+        count = num_tokens - getattr(self, "rollback_lag", 0)
         stock_rollback(self, num_tokens)
         if request is None or num_tokens <= 0:
             return

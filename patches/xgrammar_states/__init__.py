@@ -14,7 +14,7 @@ from vllm_speedups.masks.printed import parse_printed
 from vllm_speedups.masks.rows import RowCache
 from vllm_speedups.masks.serialized import Automaton, Unsupported, Vocabulary, parse
 from vllm_speedups.masks.tracking import Request, Tracker
-from vllm_speedups.patches.tracked import fill_through, serial_of, tracker
+from vllm_speedups.patches.tracked import fill_through, given, serial_of, tracker
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -120,8 +120,11 @@ def build(context) -> dict:
     compiler_of = _one_of_two_compilers if context.form == TWO_COMPILERS else _only_compiler
 
     def compile_grammar(self, request_type, grammar_spec, stop_token_ids=None):
-        grammar = stock_compile(self, request_type, grammar_spec, stop_token_ids)
+        grammar = stock_compile(self, request_type, grammar_spec, *given(stop_token_ids))
         try:
+            if not context.intact(type(grammar)):
+                # Whose methods are somebody's may move its matcher past us.
+                return grammar
             words = self.__dict__.get("_speedups_words") or self.__dict__.setdefault("_speedups_words", _Words())
             compiled = grammar.ctx
             key = (serial_of(self), request_type, grammar_spec, frozenset(stop_token_ids or ()))
@@ -143,9 +146,13 @@ def build(context) -> dict:
             return stock_accept(self, request_id, tokens)
         before = self.num_processed_tokens
         accepted = stock_accept(self, request_id, tokens)
-        # What stock took before it refused one or ended counts, no more.
         count = self.num_processed_tokens - before
-        request.trail.tokens.extend(tokens if count == len(tokens) else tokens[:count])
+        if accepted:
+            # What stock took before it ended counts, no more.
+            request.trail.tokens.extend(tokens if count == len(tokens) else tokens[:count])
+        elif count:
+            # Before 0.29 it may have ended before the token that it refused, and does not say so.
+            del self._speedups
         return accepted
 
     def rollback(self, num_tokens):

@@ -16,6 +16,7 @@ from vllm_speedups.doctor import find_vllm
 from vllm_speedups.facts import FACTS, MISSING, Facts, Incomplete, refresh
 from vllm_speedups.patching import UNPARSED, Contract, Form, seen_fingerprint
 from vllm_speedups.plugin import discover
+from vllm_speedups.proofs import PROOFS, Proofs
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS, *OTHERS = compatibility.by_package(discover()).values()
@@ -27,6 +28,27 @@ def facts() -> Facts:
     return compatibility.stored("vllm", ROOT)
 
 
+def proofs(facts) -> Proofs:
+    """The proofs in the checkout, wherever the tests run."""
+    return Proofs.load(facts.releases, ROOT / PROOFS)
+
+
+def test_wherever_a_patch_of_todays_engine_applies_its_tests_were_run(facts):
+    known = proofs(facts)
+    for contract in CONTRACTS:
+        if contract.engine == "V1" and not contract.proof:
+            for version in facts.releases:
+                one = cell(contract, version, facts, known)
+                if one.verdict.status == "applied":
+                    assert one.proof != "listed", f"{contract.name} on {version}: run `make prove-releases`"
+
+
+def test_a_proof_is_of_a_release_to_which_the_patch_applies(facts):
+    for contract in CONTRACTS:
+        for version in proofs(facts).known.get(contract.name, ()):
+            assert cell(contract, version, facts).verdict.status == "applied", (contract.name, version)
+
+
 def test_the_facts_cover_every_path_of_every_contract(facts):
     for known, contracts in ((facts, CONTRACTS), *OTHERS):
         known.check(contracts)
@@ -34,7 +56,7 @@ def test_the_facts_cover_every_path_of_every_contract(facts):
 
 
 def test_the_page_is_made_of_the_facts_and_contracts_as_they_are(facts):
-    fresh = page(facts, CONTRACTS, OTHERS)
+    fresh = page(facts, CONTRACTS, OTHERS, proofs(facts))
     assert (ROOT / compatibility.PAGE).read_text(encoding="utf-8") == fresh, "run `make compatibility`"
 
 
@@ -202,6 +224,7 @@ def test_the_command_writes_the_page_or_says_what_is_missing(tmp_path, monkeypat
     for file in (ROOT / FACTS).parent.glob("releases*.json"):
         (tmp_path / FACTS.with_name(file.name)).write_bytes(file.read_bytes())
     facts = (ROOT / FACTS).read_text(encoding="utf-8")
+    (tmp_path / PROOFS).write_text((ROOT / PROOFS).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert compatibility.main(["page"]) == 0
     assert (tmp_path / compatibility.PAGE).read_bytes() == (ROOT / compatibility.PAGE).read_bytes()

@@ -165,8 +165,9 @@ def test_the_form_that_comes_closest_is_reported():
         (">=0.32", "1.0.0a1", True),
         (">=0.4,<0.10", "0.10.0", False),
         (">=0.4,<0.10", "0.9.2.post1", True),
-        (">=0.4,<0.10", "dev", True),
-        (">=0.4,<0.10", None, True),
+        (">=0.4,<0.10", "dev", False),
+        (">=0.4,<0.10", None, False),
+        (">=0.4", None, True),
     ],
 )
 def test_which_versions_a_patch_is_meant_for(versions, version, meant):

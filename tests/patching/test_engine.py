@@ -105,7 +105,7 @@ def test_what_another_plugin_puts_over_ours_survives_a_revert(workshop, said):
     assert lib.double(1) == 1102
     patch.revert()
     assert lib.double(1) == 1002
-    assert any("lib:double was replaced after us" in text for text in said.texts(logging.WARNING))
+    assert any("lib:double was wrapped after us" in text for text in said.texts(logging.WARNING))
 
 
 def differs(context, replacements):

@@ -1,7 +1,7 @@
 """vLLM's own block hashing, to test against: of the installed release, and of unpacked ones that need not run here.
 
 VLLM_SPEEDUPS_RELEASES names a folder that holds one folder a release, called by its version and holding `vllm/` as in
-its wheel. Of those `v1/core/kv_cache_utils.py`, `v1/utils.py`, `utils/hashing.py` and `multimodal/utils.py` are read.
+its wheel. Of those `v1/core/kv_cache_utils.py`, `v1/utils.py`, `utils/` and `multimodal/utils.py` are read.
 Only the functions in question are run, in a module of their own.
 """
 
@@ -24,6 +24,7 @@ from unittest import mock
 import cbor2
 import xxhash
 
+from vllm_speedups.patches.block_hashes import hash_function
 from vllm_speedups.patching import Context, load
 from vllm_speedups.patching.fingerprint import find_in_source, fingerprint
 
@@ -42,7 +43,7 @@ class Release:
         self.seen = {path: read(path) for path in sorted(paths)}
         self.form = CONTRACT.match(self.seen)
         self.stock = {path: objects[path] for path in self.form.paths()}
-        offered = ((name, self.stock.get(f"vllm.utils.hashing:{name}")) for name in HASHES)
+        offered = ((name, hash_function(self.stock, name)) for name in HASHES)
         self.hashes = {name: function for name, function in offered if function is not None}
         self.constant_list = self.stock["vllm.v1.utils:ConstantList"]
         self.factory = self.stock[f"{MODULE}:get_request_block_hasher"]
@@ -95,7 +96,8 @@ def unpacked() -> list:
 def _reader(root: Path):
     def read(path):
         module, name = path.split(":")
-        file = root / (module.replace(".", "/") + ".py")
+        base = root / module.replace(".", "/")
+        file = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
         node = find_in_source(file.read_bytes(), name) if file.exists() else None
         return None if node is None else fingerprint(node)
 
@@ -119,7 +121,7 @@ def _load(root: Path) -> Release:
         import torch
 
         module.torch = torch
-    for file in ("utils/hashing.py", "v1/utils.py", "multimodal/utils.py", "v1/core/kv_cache_utils.py"):
+    for file in ("utils/__init__.py", "utils/hashing.py", "v1/utils.py", "multimodal/utils.py", "v1/core/kv_cache_utils.py"):
         path = root / "vllm" / file
         if not path.exists():
             continue

@@ -37,7 +37,7 @@ class Session:
         self._all_token_ids = list(tokens)
         self.all_token_ids = constant_list(self._all_token_ids)
         self.mm_features = [feature(*each) for each in features]
-        self.lora_request = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1])
+        self.lora_request = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1], lora_int_id=len(lora[0]))
         self.cache_salt = salt
         self.prompt_embeds = embeds
         self._prompt_embeds_per_block_hashes = {}

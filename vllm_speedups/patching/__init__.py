@@ -4,7 +4,7 @@ from .contract import UNPARSED, VLLM, Contract, ContractError, Declined, Differe
 from .engine import APPLIED, DECLINED, DISABLED, NOT_MEANT, REVERTED, WAITING, Context, Patch, apply
 from .fingerprint import find, find_in_source, fingerprint
 from .sources import Source, Tree, Wheel
-from .targets import seen_fingerprint
+from .targets import installed_version, seen_fingerprint
 from .verification import Verification
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "find",
     "find_in_source",
     "fingerprint",
+    "installed_version",
     "load",
     "seen_fingerprint",
 ]

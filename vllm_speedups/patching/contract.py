@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -22,6 +22,8 @@ PROSE = ("summary", "what", "why", "how", "delete_when")
 
 # The package that a patch changes unless its contract names another.
 VLLM = "vllm"
+# Stands for the version of a package that does not say which it is: later than any.
+_TODAYS = "9999"
 # Stands for the fingerprint of a definition whose module this Python cannot parse.
 UNPARSED = "unparsed"
 
@@ -83,6 +85,7 @@ class Contract:
 
     `package` is what the patch changes, vLLM for most, and `versions` are the releases of it that the patch is meant for.
     `proof` says how the versions in it were tested, apart from the one that the engine tests run; empty where they were not.
+    `libraries` are those that the patch relies on besides vLLM: name -> the versions that it was proven with.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Contract:
     upstream: tuple = ()
     off_by_default: str = ""
     proof: str = ""
+    libraries: Mapping[str, tuple] = field(default_factory=dict)
     folder: Path | None = None
     package: str = VLLM
 
@@ -108,9 +112,24 @@ class Contract:
     def meant_for(self, version: str | None) -> bool:
         """Whether this patch is meant for a version of its package. One that cannot be read counts as today's."""
         try:
-            return version is None or self.versions.contains(Version(version).base_version, prereleases=True)
+            return self.versions.contains(Version(version or _TODAYS).base_version, prereleases=True)
         except InvalidVersion:
-            return True
+            return self.versions.contains(_TODAYS)
+
+    def require_libraries(self, admitted: Callable) -> None:
+        """Raises Declined where one of the `libraries` cannot be of a version that the patch was proven with.
+
+        `admitted(name)` gives the version that is there, or a specifier of what may be (">=0.2.1,<1"); None where nobody
+        knows.
+        """
+        for name, proven in self.libraries.items():
+            there = admitted(name)
+            if there is None:
+                continue
+            # Builds of one version may have local names of their own.
+            admits = SpecifierSet(f"=={there.partition('+')[0]}" if there[:1].isdigit() else there)
+            if not any(admits.contains(version) for version in proven):
+                raise Declined(f"{name} is {there.lstrip('=')}, and this patch was proven with {', '.join(proven)} only")
 
     def match(self, seen: Mapping[str, str | None]) -> Form:
         """The first form whose every fingerprint is among `seen` (path -> fingerprint, None where the code is missing).
@@ -161,9 +180,23 @@ def load(folder: Path) -> Contract:
         upstream=_texts(f"{path}: 'upstream'", table.get("upstream", [])),
         off_by_default=text("off_by_default") if "off_by_default" in table else "",
         proof=text("proof") if "proof" in table else "",
+        libraries=_libraries(path, table.get("libraries", {})),
         folder=folder,
         package=package,
     )
+
+
+def _libraries(path: Path, table: object) -> dict:
+    if not isinstance(table, dict):
+        raise ContractError(f"{path}: 'libraries' must be a table of name = [versions]")
+    found = {name: _texts(f"{path}: library {name!r}", versions) for name, versions in table.items()}
+    for name, versions in found.items():
+        for version in versions:
+            try:
+                Version(version)
+            except InvalidVersion:
+                raise ContractError(f"{path}: library {name!r}: {version!r} is not a version") from None
+    return found
 
 
 def _form(path: Path, table: Mapping) -> Form:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Callable
 
-import importlib_metadata
 import wrapt
 
+from . import conflicts
 from .contract import VLLM, Contract, Declined, Form
 from .rebinding import rebind
-from .targets import forget_sources, imported, require_stock, resolve, seen_fingerprint, split
+from .targets import forget_sources, imported, installed_version, require_stock, seen_fingerprint, split
 from .verification import Verification
 
 logger = logging.getLogger("vllm.speedups")
@@ -41,6 +41,7 @@ class Context:
     `live()` says whether the patch is in force, for what outlives a revert of it.
     `verifies`, None unless the user asked for it, says of an answer whether to compare it with stock's. Where they
     differ, the glue calls `differed(facts, private)` and returns stock's; what a client sent belongs into `private`.
+    `intact(kind)` says whether a class has all methods of the patch, none overridden or replaced by somebody.
     """
 
     form: str
@@ -50,6 +51,7 @@ class Context:
     live: Callable[[], bool] = lambda: True
     verifies: Callable[[], bool] | None = None
     differed: Callable[[Mapping, Mapping], None] = lambda facts, private: None
+    intact: Callable[[type], bool] = lambda kind: True
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Patch:
     verification: Verification = field(default_factory=Verification)
     verified: int = 0
     differences: int = 0
+    notes: list = field(default_factory=list)
+    _owners: dict = field(default_factory=dict)
     _awaited: set = field(default_factory=set)
     _later: bool = False
     _proving: bool = False
@@ -90,7 +94,8 @@ class Patch:
         return self.status in (APPLIED, WAITING)
 
     def check(self) -> None:
-        """Compare the installed source with the contract, importing nothing. Raises Declined."""
+        """Compare the installed source and libraries with the contract, importing nothing. Raises Declined."""
+        self.contract.require_libraries(installed_version)
         self.form = self.contract.match({path: seen_fingerprint(path) for path in self.contract.paths()})
 
     def arm(self) -> None:
@@ -124,6 +129,7 @@ class Patch:
                 lambda: self.live,
                 self.verifies if self.verification.share > 0 else None,
                 self.differed,
+                lambda kind: conflicts.intact(kind, self.gates),
             )
             self._later = getattr(glue, "PROVES_LATER", False)
             self.replacements = glue.build(context)
@@ -132,8 +138,10 @@ class Patch:
             self._probe = functools.partial(glue.probe, context, self.replacements)
             for path, stock in targets.items():
                 self.gates[path] = self._gate(stock, self.replacements[path])
-                rebind(path, stock, self.gates[path])
+                self._owners[path] = rebind(path, stock, self.gates[path])
             self.status, self.live = APPLIED, True
+            _installed.append(self)
+            self._note(conflicts.overriding(targets), logging.INFO)
             if prove or any(not isinstance(stock, FunctionType) for stock in targets.values()):
                 self.prove()
 
@@ -145,15 +153,16 @@ class Patch:
                 return self.live
             self._proving = True
             try:
+                self._require_premises()
                 self._probe()
             except Exception as error:
-                reason = str(error) if isinstance(error, Declined) else f"its probe failed: {error!r}"
-                self.revert()
-                self.status, self.reason = DECLINED, reason
-                logger.warning("vllm-speedups: %s is off, vLLM runs stock there: %s", self.name, reason)
+                self._step_aside(str(error) if isinstance(error, Declined) else f"its probe failed: {error!r}")
             finally:
                 self._proven, self._proving = True, False
-            return self.live
+            live = self.live
+        for patch in list(_installed):
+            patch.look_around()
+        return live
 
     def failed(self, error: BaseException) -> None:
         """Called by a replacement whose own code raised, before it returns stock's answer."""
@@ -195,12 +204,60 @@ class Patch:
         with self._lock:
             self.live = False
             for path, gate in self.gates.items():
-                if _bound(path) is gate:
-                    rebind(path, gate, self.stock[path])
-                else:
-                    logger.warning("vllm-speedups: %s was replaced after us and is left alone", path)
+                other = conflicts.displaced(path, gate)
+                rebind(path, gate, self.stock[path], self._owners[path])
+                if other:
+                    self._note([f"{other}, and is left alone"], logging.WARNING)
             self.gates = {}
             self.status = REVERTED
+            if self in _installed:
+                _installed.remove(self)
+
+    def look_around(self) -> None:
+        """Name, once each, what somebody has put in place of our replacements since. Costs some microseconds.
+
+        Takes no lock and never raises: another thread may be using the patch.
+        """
+        try:
+            self._note(conflicts.overriding(self.gates), logging.INFO)
+            found = [conflicts.displaced(path, gate) for path, gate in list(self.gates.items())]
+            self._note(filter(None, found), logging.WARNING)
+        except Exception:
+            logger.exception("vllm-speedups: %s: could not look for other plugins", self.name)
+
+    def look_again(self) -> None:
+        """The same, and leave the field where somebody has replaced a premise since."""
+        self.look_around()
+        with self._lock:
+            try:
+                if self.live:
+                    self._require_premises()
+            except Declined as no:
+                self._step_aside(str(no))
+
+    def _step_aside(self, reason: str) -> None:
+        self.revert()
+        self.status, self.reason = DECLINED, reason
+        logger.warning("vllm-speedups: %s is off, vLLM runs stock there: %s", self.name, reason)
+
+    def overruled(self) -> bool:
+        """Whether somebody bound something to a target after us that does not lead to our replacement."""
+        return any(not conflicts.leads_to(conflicts.bound(path), gate) for path, gate in self.gates.items())
+
+    def _require_premises(self) -> None:
+        for path in self.form.premises:
+            if path in self.stock:
+                other = conflicts.premise_displaced(path, self.stock[path])
+                if other:
+                    raise Declined(other)
+            elif imported(split(path)[0]):
+                require_stock(path)
+
+    def _note(self, lines: Iterable, level: int) -> None:
+        for line in lines:
+            if line not in self.notes:
+                self.notes.append(line)
+                logger.log(level, "vllm-speedups: %s: %s", self.name, line)
 
     def _target_modules(self) -> set:
         return {split(path)[0] for path in self.form.targets} if self.form else set()
@@ -239,19 +296,8 @@ class Patch:
         return gate
 
 
-def _bound(path: str) -> object:
-    try:
-        return resolve(path)
-    except (Declined, KeyError):
-        return None
-
-
-def installed_version(package: str) -> str | None:
-    """The version of another package than vLLM, None where it is not installed."""
-    try:
-        return importlib_metadata.version(package)
-    except importlib_metadata.PackageNotFoundError:
-        return None
+# The patches that are in place in this process.
+_installed: list = []
 
 
 def apply(

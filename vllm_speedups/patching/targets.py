@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import FunctionType
 
+import importlib_metadata
+
 from .contract import Declined
 from .sources import Source, module_file, split
 
@@ -72,6 +74,14 @@ def seen_fingerprint(path: str) -> str | None:
         return None
 
 
+def installed_version(package: str) -> str | None:
+    """The version of another package than vLLM, None where it is not installed."""
+    try:
+        return importlib_metadata.version(package)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
 def imported(module: str) -> bool:
     """Whether a module is imported, and not still being executed."""
     found = sys.modules.get(module)
@@ -79,10 +89,15 @@ def imported(module: str) -> bool:
 
 
 def resolve(path: str) -> object:
-    """The live object. Raises Declined where the imported module lacks it."""
+    """The live object. Raises Declined where the imported module lacks it, or a class on the way is another's."""
     module, qualname = split(path)
     value: object = sys.modules[module]
-    for name in qualname.split("."):
+    names = qualname.split(".")
+    for depth, name in enumerate(names):
+        if depth:
+            home = ".".join(names[:depth])
+            if not issubclass(type(value), type) or (value.__module__, value.__qualname__) != (module, home):
+                raise Declined(f"{path} is not there, {module}:{home} was replaced by {origin(value)}")
         value = value.__dict__.get(name, _MISSING) if isinstance(value, type) else getattr(value, name, _MISSING)
         if value is _MISSING:
             raise Declined(f"{path} is not there at run time")
@@ -106,7 +121,7 @@ def require_stock(path: str) -> object:
     # Types are asked for with type(), never isinstance(): a wrapt proxy claims to be what it wraps.
     if issubclass(type(value), type):
         if (value.__module__, value.__qualname__) != (module, qualname):
-            raise Declined(f"{path} was replaced by {value.__module__}.{value.__qualname__}")
+            raise Declined(f"{path} was replaced by {origin(value)}")
         return value
     if node is None:
         raise Declined(f"the source of {path} cannot be read")
@@ -119,7 +134,7 @@ def require_stock(path: str) -> object:
         or not _same_file(code.co_filename, source_file(module))
         or code.co_name != qualname.rpartition(".")[2]
     ):
-        raise Declined(f"{path} was replaced by {_origin(value, code)}")
+        raise Declined(f"{path} was replaced by {origin(value, code)}")
     return value
 
 
@@ -145,7 +160,14 @@ def _same_file(one: str, other: Path | None) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _origin(value: object, code) -> str:
+def origin(value: object, code=None) -> str:
+    """Where somebody's object comes from, in words: a class by name, a function by file and line."""
+    if issubclass(type(value), type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value) in (staticmethod, classmethod):
+        value = value.__func__
+    if code is None and type(value) is FunctionType:
+        code = value.__code__
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
     # wrapt keeps the wrapping function there; a proxy's own __code__ is what it wraps.
