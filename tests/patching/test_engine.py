@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import logging
 import sys
 import threading
@@ -562,3 +563,10 @@ def test_a_patch_of_another_package_asks_for_its_version(workshop, monkeypatch, 
 def test_packages_that_are_not_installed_have_no_version():
     assert engine_module.installed_version("no-such-package-anywhere") is None
     assert engine_module.installed_version("packaging")
+
+
+def test_a_gate_has_the_signature_of_what_it_replaces(workshop):
+    lib = workshop.load("lib")
+    expected = inspect.signature(lib.double)
+    workshop.apply(workshop.patch("lib:double"))
+    assert inspect.signature(lib.double) == expected

@@ -81,7 +81,7 @@ def test_logits_end_as_stock_leaves_them(made, seed):
     ours, _, failures = installed()
     chooser = random.Random(seed)
     pairs = [pair(made[regex]) for regex in REGEXES for _ in range(2)]
-    dtype, width = DTYPES[seed % len(DTYPES)], WIDTH + chooser.choice((0, 0, 7, 3000))
+    widths = WIDTH, WIDTH + chooser.choice((7, 3000))
     for _ in range(2):
         batch = [(both, [[]]) for both in pairs]
         for _ in range(14):
@@ -90,7 +90,8 @@ def test_logits_end_as_stock_leaves_them(made, seed):
                     histories.append(list(chooser.choice(histories)))
                 for number, history in enumerate(histories):
                     given = tuple(history) if chooser.random() < 0.5 else history
-                    got = compare(ours, both, given, scores(chooser, width, dtype))
+                    row = scores(chooser, chooser.choice(widths), chooser.choice(DTYPES))
+                    got = compare(ours, both, given, row)
                     histories[number] = following(chooser, history, got, EOS)
     assert not failures
 
@@ -119,25 +120,22 @@ def test_an_unknown_history_begins_where_stock_lets_it_begin(made):
 
 def test_masks_are_shared_by_all_requests_of_a_guide_and_by_its_pickled_copies(made):
     ours, _, failures = installed()
-    made_once = []
+    made_again = []
     original = made[REGEXES[1]]
     both = pair(original)
     guide = getattr(original, SHAPE.guide)
     compare(ours, both, [], torch.zeros(WIDTH))
 
-    class Spy(type(guide)):
-        pass
-
     listing = "get_next_instruction" if hasattr(guide, "get_next_instruction") else "allowed_token_ids"
     for other in (copy.copy(original), pickle.loads(pickle.dumps(original))):
         setattr(other, SHAPE.states, defaultdict(int))
         twin = getattr(other, SHAPE.guide)
-        setattr(twin, listing, lambda state: made_once.append(state))
+        setattr(twin, listing, lambda state: made_again.append(state))
         try:
             ours(other, [], torch.zeros(WIDTH))
         finally:
             twin.__dict__.pop(listing)
-    assert not made_once and not failures
+    assert not made_again and not failures
 
 
 def test_equal_masks_of_many_states_are_kept_once(made, environ):
@@ -172,11 +170,11 @@ def test_grammars_are_stocks():
     history = []
     letters = TOKENIZER.get_vocab()
     for letter in "aabb":
-        row = torch.zeros(WIDTH)
-        expected, got = row.clone(), row.clone()
-        assert outcome(STOCK[CALL], stocks, history, expected) is expected
-        assert outcome(ours, own, history, got) is got
-        assert same(expected, got)
+        rows = torch.zeros(WIDTH), torch.zeros(WIDTH)
+        expected, got = outcome(STOCK[CALL], stocks, history, rows[0]), outcome(ours, own, history, rows[1])
+        assert same(*rows)
+        # In some releases these guides do not run with the parser that they ask for.
+        assert got is rows[1] if expected is rows[0] else got == expected
         history = [*history, letters[letter]]
     assert not failures
 
