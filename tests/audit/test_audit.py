@@ -108,6 +108,32 @@ def test_a_patch_that_is_not_meant_for_a_version_is_no_failure(vs, sources, tmp_
     assert rows(out)["block-hashes"].split(None, 1)[1] == "applied (with xxhash)"
 
 
+def test_a_wheel_that_asks_for_a_library_that_nobody_tried_makes_its_patch_decline(vs, sources, tmp_path):
+    files, wheel = sources.files("0.32.0"), tmp_path / "vllm-0.32.0-py3-none-any.whl"
+    files["vllm-0.32.0.dist-info/METADATA"] += (
+        'Requires-Dist: xgrammar==0.2.8; platform_machine == "riscv64"\n'
+        'Requires-Dist: xgrammar==0.1.29; platform_machine == "x86_64"\n'
+        "Requires-Dist: llguidance<1.8.0,>=1.7.0\n"
+    )
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for member, text in files.items():
+            archive.writestr(member, text)
+    status, out, _ = vs("audit", wheel)
+    assert status == 1 and rows(out)["xgrammar-states"].split() == ["xgrammar-states", "declined"]
+    assert "  xgrammar is 0.1.29, and this patch was proven with 0.2.6, 0.2.7, 0.2.8 only\n" in out
+    assert " applied" in rows(out)["guidance-history"]
+
+
+def test_an_environment_with_a_library_that_nobody_tried_makes_its_patch_decline(vs, sources, tmp_path):
+    root = sources.tree(tmp_path / "lib" / "python3.11" / "site-packages", "0.32.0")
+    for version, status in (("0.2.9", 1), ("0.2.8+cu13", 0)):
+        info = root / "xgrammar.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: xgrammar\nVersion: {version}\n")
+        found, out, _ = vs("audit", tmp_path)
+        assert found == status and ("xgrammar is 0.2.9, and this patch" in out) is bool(status)
+
+
 def test_several_targets_are_columns_and_share_their_reasons(vs, sources, tmp_path):
     old = sources.wheel(tmp_path, "0.18.0")
     changed = sources.changed(UTILS, "def apply_grammar_bitmask(", "def apply_grammar_bitmask(_, ")

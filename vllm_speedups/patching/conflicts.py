@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 
 from .contract import Declined
 from .rebinding import owner_of
@@ -41,7 +42,12 @@ def displaced(path: str, gate: object) -> str:
 
 
 def premise_displaced(path: str, stock: object) -> str:
-    """The same for a premise, which a patch relies on as it was when the patch was put in place."""
+    """The same for a premise, which a patch relies on as it was when the patch was put in place.
+
+    A plain value is vLLM's own to set anew.
+    """
+    if not isinstance(stock, (FunctionType, type, staticmethod, classmethod)):
+        return ""
     try:
         there = resolve(path)
     except Declined as no:

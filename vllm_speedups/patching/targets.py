@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import sys
 from pathlib import Path
 from types import FunctionType
-
-import importlib_metadata
 
 from .contract import Declined
 from .sources import Source, module_file, split
@@ -77,8 +76,8 @@ def seen_fingerprint(path: str) -> str | None:
 def installed_version(package: str) -> str | None:
     """The version of another package than vLLM, None where it is not installed."""
     try:
-        return importlib_metadata.version(package)
-    except importlib_metadata.PackageNotFoundError:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 
