@@ -24,10 +24,8 @@ def build(context) -> dict:
     if not exact():
         raise Declined("this Python hashes tuples in a way that the patch does not know: it is for CPython of 64 bits")
     stock, form = context.stock[CLASS], context.form
-    if form == "struct":
-        made = data.struct(stock)
-    else:
-        made = data.plain(stock, listed=form == "list", copied=form == "array")
+    plain = form != "struct"
+    made = data.plain(stock, listed=form == "list", copied=form == "array") if plain else data.struct(stock)
     return {CLASS: made, TARGET: _hash_of_block(context, form)}
 
 

@@ -64,7 +64,7 @@ def test_a_hash_that_would_be_minus_one_is_followed_exactly(others):
     assert tuple_hash.prefix_hashes(whole, 4) == [hash(whole[:end]) for end in range(4, len(whole) + 1, 4)]
     assert tuple_hash.extended(hash(whole[:4]), 4, (1,)) is None
     flat = PromptHashes(whole[:4], 4, 0, flat=True)
-    assert flat.past_the_prompt(1, [8, 9]) == hash((whole[:4] + (8, 9), 0))
+    assert flat.past_the_prompt(1, [8, 9]) == hash(((*whole[:4], 8, 9), 0))
 
 
 @pytest.mark.parametrize("others", [0, 700])
@@ -81,7 +81,7 @@ def test_an_item_that_would_have_to_hash_to_minus_one(others):
     state = (state << 31 | state >> 33) * one & mask
     whole = (*range(3), ending_at(state, (0, 1, 2)), *range(others))
     assert tuple_hash.prefix_hashes(whole, 4) == [hash(whole[:end]) for end in range(4, len(whole) + 1, 4)]
-    assert tuple_hash.extended(hash(whole[:4]), 4, (1,)) in (None, hash(whole[:4] + (1,)))
+    assert tuple_hash.extended(hash(whole[:4]), 4, (1,)) in (None, hash((*whole[:4], 1)))
 
 
 @hypothesis_settings(max_examples=200, deadline=None)

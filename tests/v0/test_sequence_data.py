@@ -231,7 +231,7 @@ def test_a_process_without_the_patch_reads_what_ours_pickles(sequence_data):
         "vllm.sequence.SequenceData, list(held.get_token_ids()), 'vllm_speedups' in sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(held), capture_output=True, timeout=120)
-    assert done.stderr.decode().splitlines()[-1].split() == "True [1, 2, 3, 4] False".split()
+    assert done.stderr.decode().splitlines()[-1].split() == ["True", "[1,", "2,", "3,", "4]", "False"]
 
 
 @pytest.mark.skipif(not STRUCT, reason="no msgspec in this release")

@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import vllm
 from packaging.version import Version
-
 from sequences import Run
 
 from vllm_speedups.telemetry import counters
