@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Callable
 
-from . import demo, mask, prefix, rows
+from . import demo, mask, prefix, rows, sequence
 
 
 def add_commands(commands) -> None:
@@ -18,6 +18,7 @@ def add_commands(commands) -> None:
     _add(benchmarks, "mask", mask, "applying a step's masks to the logits", vllm=False)
     _add(benchmarks, "rows", rows, "filling a grammar's rows")
     _add(benchmarks, "prefix", prefix, "hashing a prompt's blocks, and the rest of admission")
+    _add(benchmarks, "sequence", sequence, "the V0 engine's block hashes, and their share of scheduling")
 
 
 def _add(commands, name: str, module, text: str, vllm: bool = True) -> None:
