@@ -5,13 +5,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 V0_ENGINE := .venv-v0-engine
+# What documents and distributions are built with; no vLLM.
+TOOLS  := .venv-tools
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
+# The reports that tables and plots are made from.
+FIGURES := demo demo-no-whitespace guided first rows-xgrammar mask prefix
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
 .PHONY: help demo test test-fast test-v0 test-v0-engine v0-engine lint doctor facts compatibility prove-releases \
-        prove-fingerprints measure figures soak-states configurations soak conformance clean
+        prove-fingerprints measure figures docs dist soak-states configurations soak conformance clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
@@ -19,7 +23,9 @@ help:
 	@echo "make test-fast    the tests that start no engine"
 	@echo "make test-v0      the tests of the V0 patches, on the Python code of vLLM $(V0)"
 	@echo "make test-v0-engine  vLLM 0.8.5's V0 engine, stock and patched, in $(V0_ENGINE) (6.4 GB; not part of make test)"
-	@echo "make lint         ruff"
+	@echo "make lint         ruff and mypy"
+	@echo "make docs         the documents as a site, in site/"
+	@echo "make dist         wheel and sdist in dist/, built twice to the same bytes"
 	@echo "make soak-states  a million steps of the state ids against fresh fills (STEPS=...)"
 	@echo "make configurations  vLLM as it is used in earnest, stock against patched, every guided token compared (an hour)"
 	@echo "make soak         two servers under thousands of requests, then under adversaries (half an hour)"
@@ -27,8 +33,9 @@ help:
 	@echo "make doctor       which patches apply in $(VENV)"
 	@echo "make facts        patches/releases.json from the registry: each release that it does not know in full, 5 to"
 	@echo "                  20 seconds and 200 to 500 MB each (WHEELS=folder: those that lie there are not fetched)"
-	@echo "make measure      docs/figures/*.json: every benchmark of the documents, half an hour on an idle machine"
-	@echo "make figures      the tables in README.md and docs/ from docs/figures/*.json"
+	@echo "make measure      docs/figures/*.json, and tables and plots from them: every benchmark of the documents, under 20"
+	@echo "                  minutes on an idle machine (make measure-NAME for one: $(FIGURES))"
+	@echo "make figures      the tables and plots in README.md and docs/ from docs/figures/*.json"
 	@echo "make compatibility  docs/compatibility.md from patches/releases.json and patches/proofs.json"
 	@echo "make prove-releases patches/proofs.json: the patches' tests beside stock on releases' own code, a minute each"
 	@echo "                  (VERSIONS=..., RELEASES=folder of unpacked ones, WHEELS=folder, ENGINE=1: real engines)"
@@ -78,6 +85,18 @@ test-fast: $(READY)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+$(TOOLS)/ready: setup.cfg
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install -q --disable-pip-version-check -e '.[docs,release]'
+	@touch $@
+
+docs: $(TOOLS)/ready
+	@NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --quiet --strict
+
+dist: $(TOOLS)/ready
+	@$(TOOLS)/bin/python .ci/dist.py
 
 doctor: $(READY)
 	@$(BIN)/vllm-speedups doctor
@@ -88,18 +107,27 @@ facts: $(READY)
 compatibility: $(READY)
 	@$(BIN)/python -m vllm_speedups.compatibility page
 
-# One line a figure: what a document shows is what its command wrote.
-measure: $(READY)
+# What a document shows is what its command wrote: measure-NAME writes docs/figures/NAME.json.
+measure-demo: ARGUMENTS := demo --repeat 3
+measure-demo-no-whitespace: ARGUMENTS := demo --backends xgrammar --disable-any-whitespace --repeat 2
+measure-guided: ARGUMENTS := bench guided --minutes 4
+measure-first: ARGUMENTS := bench first
+measure-rows-xgrammar: ARGUMENTS := bench rows --backends xgrammar
+measure-mask: ARGUMENTS := bench mask
+measure-prefix: ARGUMENTS := bench prefix --repeat 9
+
+measure-%: $(READY)
 	@mkdir -p docs/figures
-	$(BIN)/vllm-speedups demo --repeat 3 --json docs/figures/demo.json
-	$(BIN)/vllm-speedups demo --backends xgrammar --disable-any-whitespace --repeat 3 --json docs/figures/demo-no-whitespace.json
-	$(BIN)/vllm-speedups bench guided --json docs/figures/guided.json
-	$(BIN)/vllm-speedups bench rows --backends xgrammar --json docs/figures/rows-xgrammar.json
-	$(BIN)/vllm-speedups bench mask --json docs/figures/mask.json
-	$(BIN)/vllm-speedups bench prefix --repeat 9 --json docs/figures/prefix.json
+	$(BIN)/vllm-speedups $(ARGUMENTS) --json docs/figures/$*.json
+
+# One after another, whatever -j says: they would measure each other.
+measure: $(READY)
+	@for name in $(FIGURES); do $(MAKE) --no-print-directory measure-$$name || exit 1; done
+	@$(MAKE) --no-print-directory figures
 
 figures: $(READY)
-	@$(BIN)/python -m vllm_speedups.bench.figures
+	@$(BIN)/python -m vllm_speedups.bench.figures --plots
+
 prove-releases: $(READY)
 	@$(BIN)/python tests/prove_releases.py $(if $(RELEASES),--releases $(RELEASES)) $(if $(WHEELS),--wheels $(WHEELS)) \
 	  $(if $(ENGINE),--engine) $(VERSIONS)
@@ -121,4 +149,4 @@ conformance: $(READY)
 	@$(BIN)/python tests/conformance/run.py $(or $(RELEASE),$(VLLM)) $(TESTS)
 
 clean:
-	rm -rf $(VENV) .venv-v0-* build dist *.egg-info
+	rm -rf $(VENV) $(TOOLS) .venv-v0-* build dist site *.egg-info
