@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import gc
 import inspect
-import json
 import os
 import random
 import statistics
@@ -20,6 +19,8 @@ import sys
 import time
 
 from vllm_speedups.patching import APPLIED
+
+from . import report as reports
 
 CLASS, HASH = "vllm.sequence:SequenceData", "vllm.sequence:Sequence.hash_of_block"
 SIDES = ("stock", "patched")
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=4, help="requests at a time (4)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block (16)")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each side; medians are shown (5)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    reports.add_arguments(parser)
 
 
 def main(argv: list | None = None) -> int:
@@ -53,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
     except NotPatched as error:
         print(f"bench sequence: {error}", file=sys.stderr)
         return 1
-    results = measure(patch, options)
-    print(json.dumps(results, indent=1) if options.json else _text(results))
+    reports.finish(options, reports.make("sequence", options, **measure(patch, options)), table)
     return 0
 
 
@@ -237,7 +237,8 @@ def _numbers(text: str) -> list:
     return [int(part) for part in text.split(",") if part]
 
 
-def _text(results: dict) -> str:
+def table(results: dict) -> str:
+    """The report for people."""
     lines = [
         f"vLLM {results['vllm']}, blocks of {results['block_size']} tokens",
         "",
