@@ -1,7 +1,7 @@
 """Figures of the documents: tables between markers, each made from a report that a benchmark wrote into docs/figures.
 
-    python -m vllm_speedups.bench.figures           # in a checkout: the tables anew (`make figures`)
-    python -m vllm_speedups.bench.figures --plots   # the plots too, with matplotlib
+    python -m vllm_speedups.bench.figures           # in a checkout: the tables anew, and the bars of the README
+    python -m vllm_speedups.bench.figures --plots   # the plots too, with matplotlib (`make figures`)
 
 Between `<!-- figures NAME -->` and `<!-- /figures -->` stands what docs/figures/NAME.json holds: the command that wrote it, and
 the table that the command printed.
@@ -16,6 +16,8 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+
+from .bars import draw
 
 FIGURES = Path("docs", "figures")
 PLOTTED = ("guided", "prefix")
@@ -42,6 +44,8 @@ def main(argv: list | None = None) -> int:
     except NoFigures as error:
         print(error, file=sys.stderr)
         return 2
+    for report in bars(root):
+        report.with_suffix(".svg").write_text(draw(_read(report)))
     if options.plots:
         _plot(root / FIGURES)
     return 0
@@ -50,6 +54,11 @@ def main(argv: list | None = None) -> int:
 def documents(root: Path) -> list:
     """What may hold figures: the README and all pages."""
     return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
+
+
+def bars(root: Path) -> list:
+    """The reports that have bars of their own, NAME.svg beside NAME.json, for the README."""
+    return sorted((root / FIGURES).glob("demo.json"))
 
 
 def render(text: str, folder: Path) -> str:
