@@ -32,7 +32,7 @@ def test_the_bars_show_what_their_report_holds():
 def test_bars_are_as_long_as_the_rates_and_say_them():
     svg = ElementTree.fromstring(draw(reports.guided("demo")))
     texts = ["".join(text.itertext()) for text in svg.iter(f"{SVG}text")]
-    assert [text for text in texts if text in ("xgrammar", "550", "1200, 2.18 times")] == ["xgrammar", "550", "1200, 2.18 times"]
+    assert texts[-3:] == ["xgrammar", "550", "1200, 2.18 times"]
     _, stock, patched = (float(rect.get("width")) for rect in svg.iter(f"{SVG}rect"))
     assert patched / stock == pytest.approx(1200 / 550, rel=1e-3)
 

@@ -6,7 +6,7 @@ from html import escape
 
 from .report import heading
 
-WIDTH, LEFT, RIGHT, TOP, GROUP = 720, 90, 120, 60, 62
+WIDTH, LEFT, RIGHT, TOP, GROUP = 720, 90, 130, 60, 62
 COLORS = {"stock": "#bab0ac", "patched": "#59a14f"}
 
 
