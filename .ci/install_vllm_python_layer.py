@@ -28,7 +28,7 @@ PINS = {
     "0.5.5": ["transformers==4.44.2", "numpy<2", "outlines==0.0.46", "pyarrow<20"],
     "0.8.5": ["transformers==4.51.3", "numpy<2.3", "scipy<1.18"],
 }
-TESTS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "setuptools<81"]
+TESTS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "setuptools<81", "autowrapt>=1.0"]
 
 
 def run(*command: str) -> None:

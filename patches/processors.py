@@ -36,7 +36,7 @@ class Shape:
     content: str = ""
 
 
-def make_call(stock, shape: Shape, module, counts: dict, failed: Callable):
+def make_call(context, stock, shape: Shape, module, counts: dict):
     """The `__call__(self, input_ids, scores)` of the processors in `module`, around a state cache of its own.
 
     Guides of other classes than `shape.guide_class`, whose rows may depend on more than the state id, are stock's.
@@ -45,11 +45,12 @@ def make_call(stock, shape: Shape, module, counts: dict, failed: Callable):
     guide_class = getattr(module, shape.guide_class)
     following, listed = _methods(guide_class, getattr(module, "Write", None))
     added = _added_to_copy if shape.copies else _added
+    verifies = context.verifies
 
     def __call__(self, input_ids, scores):
         guide = getattr(self, shape.guide)
         if type(guide) is not guide_class or not bias.supports(scores):
-            counts["stock"] += 1
+            counts["left to stock"] += 1
             return stock(self, input_ids, scores)
         history = input_ids
         if shape.content and self._reasoner is not None:
@@ -81,13 +82,31 @@ def make_call(stock, shape: Shape, module, counts: dict, failed: Callable):
                     return stock(self, input_ids, scores)
                 form = cache.put(name, kind, state, bias.build(allowed, *kind[1:]))
                 counts["misses"] += 1
-            return added(form, scores, kind[1])
+            if verifies is None or not verifies():
+                return added(form, scores, kind[1])
+            ours = added(form, scores.clone(), kind[1])
         except Exception as error:
             answer = stock(self, input_ids, scores)
-            failed(error)
+            context.failed(error)
             return answer
+        # Stock walks to the same state once more.
+        expected = stock(self, input_ids, scores)
+        check_scores(context, expected, ours, {"state": repr(state)}, {"tokens": list(history)})
+        return expected
 
     return __call__
+
+
+def check_scores(context, expected: torch.Tensor, ours: torch.Tensor, facts: dict, private: dict) -> None:
+    """Report scores [vocab] that are not stock's, bit for bit but for NaN."""
+    if expected.dtype == ours.dtype and expected.shape == ours.shape:
+        different = ~((expected == ours) | (expected.isnan() & ours.isnan()))
+        if not different.any():
+            return
+        first = int(different.nonzero()[0])
+        facts = {**facts, "first that differs": first, "stock": float(expected[first]), "ours": float(ours[first])}
+    kinds = {"stock": f"{expected.dtype} {tuple(expected.shape)}", "ours": f"{ours.dtype} {tuple(ours.shape)}"}
+    context.differed({**facts, "scores": kinds}, private)
 
 
 # The attribute that holds a guide's name, unique everywhere: guides are pickled, and their copies have the same states.

@@ -130,8 +130,8 @@ for grammar in lives[0][1].grammars:
     while grammar._speedups.grammar.network is None and time.monotonic() < deadline:
         row(grammar, 257)
         time.sleep(0.01)
-for grammar in Requests(lives[0][1].backend).grammars + Requests(lives[0][0].backend).grammars:
-    row(grammar, 300)
+for each in lives[0]:
+    Requests(each.backend)
 counts = {name: sum(values.values()) for name, values in telemetry.snapshot().items()}
 vllm_speedups.revert()
 answer["after"] = differing(before, snapshot())

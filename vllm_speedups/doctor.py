@@ -113,10 +113,21 @@ def _loaded_by_vllm(found: dict | None) -> dict:
         return {"yes": False, "why": "there is no vLLM in this environment"}
     if not installed:
         return {"yes": False, "why": "its entry point is not installed: pip install vllm-speedups"}
+    if not Path(found["location"], "plugins").is_dir():
+        return _loaded_by_autowrapt()
     if choice is None:
         return {"yes": True, "why": "VLLM_PLUGINS is not set, so vLLM loads every plugin"}
     chosen = ENTRY_POINT in choice.split(",")
     return {"yes": chosen, "why": f"VLLM_PLUGINS={choice!r} {'names' if chosen else 'does not name'} {ENTRY_POINT}"}
+
+
+def _loaded_by_autowrapt() -> dict:
+    """Whether autowrapt would load the plugin into a vLLM that has no plugin system."""
+    groups = os.environ.get("AUTOWRAPT_BOOTSTRAP", "").replace(" ", "").split(",")
+    if importlib.util.find_spec("autowrapt") is None:
+        return {"yes": False, "why": "it has no plugin system before 0.5.5: pip install 'vllm-speedups[autowrapt]'"}
+    chosen = ENTRY_POINT in groups
+    return {"yes": chosen, "why": f"AUTOWRAPT_BOOTSTRAP {'names' if chosen else 'does not name'} {ENTRY_POINT}"}
 
 
 def text(report: dict) -> str:

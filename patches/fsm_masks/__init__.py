@@ -40,7 +40,7 @@ def build(context) -> dict:
     for path, stock in context.stock.items():
         module, _, name = path.partition(":")
         if name == CALL:
-            replacements[path] = make_call(stock, SHAPES[context.form], sys.modules[module], counts, context.failed)
+            replacements[path] = make_call(context, stock, SHAPES[context.form], sys.modules[module], counts)
         elif name == COMPILE and context.form != COMPILED_ONCE:
             replacements[path] = _compile(stock, counts, context.failed)
     return replacements

@@ -32,7 +32,7 @@ def build(context) -> dict:
     ((path, stock),) = ((path, stock) for path, stock in context.stock.items() if path.endswith(".__call__"))
     module = sys.modules[path.partition(":")[0]]
     counts = counters("outlines-integration")
-    return {path: make_call(stock, SHAPES[context.form], module, counts, context.failed)}
+    return {path: make_call(context, stock, SHAPES[context.form], module, counts)}
 
 
 def probe(context, replacements) -> None:

@@ -35,11 +35,6 @@ def prompt_of_list(data) -> tuple:
     return prompt
 
 
-def prompt_of_tuple(data) -> tuple:
-    """The prompt from 0.4.3 on, which the object keeps as a tuple itself."""
-    return data._prompt_token_ids_tuple
-
-
 # Both classes below also tell `copyreg` how to pickle stock's own objects, by the name that is theirs no longer: objects made
 # before the patch was applied, or decoded by a type that was built before, may still be sent somewhere.
 

@@ -10,6 +10,7 @@ import torch
 from vllm_speedups import settings
 from vllm_speedups.masks.apply import MaskApplier
 from vllm_speedups.masks.packed import words_for
+from vllm_speedups.patches.processors import check_scores
 from vllm_speedups.patching import Declined
 from vllm_speedups.telemetry import counters
 
@@ -29,13 +30,14 @@ def build(context) -> dict:
 def _call(context, counts: dict):
     stock = context.stock[CALL]
     applier = MaskApplier(int(settings.current().mask_cache_mb * 2**20), counts)
+    verifies = context.verifies
 
     def __call__(self, input_ids, scores):
         if not (scores.dim() == 1 and applier.supports(scores.unsqueeze(0)) and scores.shape[0] > 1):
-            counts["stock"] += 1
+            counts["left to stock"] += 1
             return stock(self, input_ids, scores)
         if self.batch_size != 1 or words_for(scores.shape[0]) != words_for(self.tokenizer_info.vocab_size):
-            counts["stock"] += 1
+            counts["left to stock"] += 1
             return stock(self, input_ids, scores)
         # Stock, asked for a row without logits, takes the token and fills the bitmask, or raises what it raises. While the
         # request reasons it gives back the very row that it was given.
@@ -43,11 +45,17 @@ def _call(context, counts: dict):
         if stock(self, input_ids, nothing) is nothing:
             return scores
         masked = scores if scores.dtype == torch.float32 else scores.clone()
+        expected = masked.clone() if verifies is not None and verifies() else None
         try:
             applier.apply(masked.unsqueeze(0), self.token_bitmask.numpy(), [0])
         except Exception as error:
             _apply(masked, self.token_bitmask)
             context.failed(error)
+        if expected is not None:
+            _apply(expected, self.token_bitmask)
+            ours = masked.clone()
+            masked.copy_(expected)
+            check_scores(context, expected, ours, {}, {"bitmask": self.token_bitmask.tolist()})
         return masked
 
     return __call__

@@ -67,3 +67,13 @@ def test_a_report_that_is_missing_or_broken_is_one_line_that_names_it(tmp_path, 
     (line,) = capsys.readouterr().err.splitlines()
     assert "lost.json" in line and "make measure" in line
     assert (tmp_path / "README.md").read_text() == MARKED.format("lost")
+
+
+def test_a_missing_report_does_not_keep_others_from_being_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    (tmp_path / "docs" / "figures" / "there.json").write_text(json.dumps(reports.guided()))
+    (tmp_path / "README.md").write_text(MARKED.format("lost") + MARKED.format("there"))
+    assert figures.main([]) == 2
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(MARKED.format("lost")) and "A Processor" in text

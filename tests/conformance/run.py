@@ -140,7 +140,7 @@ class Suite:
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--timeout={SECONDS_A_TEST}"]
         command += ["--continue-on-collection-errors", "-p", "conformance_witness", "-p", "no:cacheprovider", *paths]
         cores = sorted(os.sched_getaffinity(0))
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "HF_", "PYTEST_"))}
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "HF_"))}
         environ.update(
             PYTHONPATH=os.pathsep.join(self.path),
             HF_HUB_CACHE=str(self.cache),

@@ -28,10 +28,13 @@ def test_a_prefix_is_extended(known, rest):
     assert tuple_hash.extended(hash(known), len(known), rest) == hash(known + rest)
 
 
-@hypothesis_settings(max_examples=200, deadline=None)
-@given(st.lists(tuples, max_size=150), items)
-def test_hashes_are_paired_as_in_a_tuple(firsts, other):
-    assert tuple_hash.paired([hash(first) for first in firsts], other) == [hash((first, other)) for first in firsts]
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(tuples | long, st.integers(1, 40), items, items)
+def test_prefixes_are_paired_as_in_a_tuple(whole, step, other, another):
+    prefixes = [whole[:end] for end in range(step, len(whole) + 1, step)]
+    assert tuple_hash.prefix_hashes(whole, step, other) == [hash((prefix, other)) for prefix in prefixes]
+    expected = [hash(((prefix, other), another)) for prefix in prefixes]
+    assert tuple_hash.prefix_hashes(whole, step, other, another) == expected
 
 
 def test_what_stands_for_a_tuple_has_its_hash():

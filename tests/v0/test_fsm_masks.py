@@ -266,6 +266,35 @@ def test_a_mask_that_cannot_be_made_is_stocks_and_reported(made, monkeypatch):
     assert [str(error) for error in failures] == ["no bias"]
 
 
+def test_a_wrong_mask_is_noticed_when_it_is_verified_and_stocks_logits_come_out(made, monkeypatch):
+    differences: list = []
+    context = Context(
+        PATCH.form.name,
+        STOCK,
+        failed=lambda error: pytest.fail(repr(error)),
+        verifies=lambda: True,
+        differed=lambda facts, private: differences.append((facts, private)),
+    )
+    ours = glue.build(context)[CALL]
+    chooser, build = random.Random(3), bias.build
+    for regex in REGEXES:
+        both, history = pair(made[regex]), []
+        for _ in range(8):
+            got = compare(ours, both, history, scores(chooser, WIDTH, torch.float32))
+            history = following(chooser, history, got, EOS)
+    assert differences == []
+
+    def corrupted(allowed, *kind):
+        allowed[7] = not allowed[7]
+        return build(allowed, *kind)
+
+    monkeypatch.setattr(bias, "build", corrupted)
+    ours = glue.build(context)[CALL]
+    compare(ours, pair(made[REGEXES[0]]), [], torch.zeros(WIDTH))
+    ((facts, private),) = differences
+    assert facts["first that differs"] == 7 and private == {"tokens": []}
+
+
 @pytest.mark.skipif(COMPILE is None, reason="this release keeps compiled guides itself")
 class TestCompiling:
     """`_get_guide`: one guide for all who ask for the same."""

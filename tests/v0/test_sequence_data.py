@@ -223,6 +223,27 @@ def test_what_our_code_fails_at_stock_answers(sequence_data, monkeypatch):
     assert not sequence_data.active and vllm.sequence.SequenceData is STOCK
 
 
+def test_a_wrong_hash_is_noticed_when_it_is_verified_and_stocks_comes_out(sequence_data, monkeypatch):
+    from vllm_speedups.patches import sequence_data as glue
+    from vllm_speedups.patching import Context
+
+    differences: list = []
+    context = Context(
+        sequence_data.form.name,
+        sequence_data.stock,
+        failed=lambda error: pytest.fail(repr(error)),
+        verifies=lambda: True,
+        differed=lambda facts, private: differences.append((facts, private)),
+    )
+    ours = glue._hash_of_block(context, context.form)
+    seq = sequence(1, list(range(300)))
+    assert [ours(seq, block) for block in range(20)] == [HASH(seq, block) for block in range(20)] and not differences
+    seq.data._block_hashes.values[3] ^= 1
+    assert [ours(seq, block) for block in range(5)] == [HASH(seq, block) for block in range(5)]
+    ((facts, private),) = differences
+    assert facts["block"] == 3 and private["tokens"] == list(range(300))
+
+
 def test_a_process_without_the_patch_reads_what_ours_pickles(sequence_data):
     held = made(vllm.sequence.SequenceData, [1, 2, 3], [4])
     held.get_prefix_token_ids(2)

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Callable
 
-from . import demo, first, guided, mask, prefix, processors, report, rows, v0_engine
+from . import demo, first, guided, mask, prefix, processors, report, rows, sequence, v0_engine
 
 
 def add_commands(commands) -> None:
@@ -24,6 +24,7 @@ def add_commands(commands) -> None:
     )
     _add(benchmarks, "v0-engine", v0_engine, "vLLM 0.8.5's V0 engine with the outlines backend")
     _add(benchmarks, "prefix", prefix, "hashing a prompt's blocks, and the rest of admission")
+    _add(benchmarks, "sequence", sequence, "the V0 engine's block hashes, and their share of scheduling")
 
 
 def _add(commands, name: str, module, text: str, vllm: bool = True) -> None:

@@ -86,7 +86,8 @@ class Engine:
 
         `run` may hold `guide` (arguments of StructuredOutputsParams, or a list of them, None among them, to be dealt out
         in turn), `seed` (that of the first request, the others count on from it), `temperature`, `n`,
-        `abort_at_step`, to abort every third request then, and `stages`, to be told where the time went (`stages.py`).
+        `abort_at_step`, to abort every third request then, `revert_at_step`, to take the plugin back then, and `stages`,
+        to be told where the time went (`stages.py`).
         `state` is what the plugin tells of that process (`plugin.state`), `counters` its numbers by patch, `vllm` those
         of vLLM, if it was started with `disable_log_stats=False`. Only `refused` comes back, the reason, where the
         backend does not do the grammar.

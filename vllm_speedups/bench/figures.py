@@ -4,7 +4,7 @@
     python -m vllm_speedups.bench.figures --plots   # the plots too, with matplotlib (`make figures`)
 
 Between `<!-- figures NAME -->` and `<!-- /figures -->` stands what docs/figures/NAME.json holds: the command that wrote it, and
-the table that the command printed.
+the table that the command printed. What stands between markers of which there is no report yet is left alone, and said.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MARKED = re.compile(r"<!-- figures (?P<name>[\w-]+) -->\n.*?<!-- /figures -->",
 
 
 class NoFigures(ValueError):
-    """Raised where a marker names a report that is missing or cannot be read, with both."""
+    """Raised where a report cannot be read, with its file and why."""
 
 
 def main(argv: list | None = None) -> int:
-    """Render all documents of the checkout at hand. 0; 2 where a report is missing."""
+    """Render all documents of the checkout at hand. 0; 2 where a report is missing or cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m vllm_speedups.bench.figures", description=__doc__)
     parser.add_argument("--plots", action="store_true", help="draw docs/figures/NAME.png too (needs matplotlib)")
     options = parser.parse_args(argv)
-    root = Path.cwd()
+    root, missing = Path.cwd(), {}
     try:
         for file in documents(root):
             text = file.read_text()
@@ -41,6 +41,7 @@ def main(argv: list | None = None) -> int:
             if rendered != text:
                 file.write_text(rendered)
                 print(f"rendered {file.relative_to(root)}")
+            missing.update(dict.fromkeys(unreported(text, root / FIGURES)))
     except NoFigures as error:
         print(error, file=sys.stderr)
         return 2
@@ -48,7 +49,12 @@ def main(argv: list | None = None) -> int:
         report.with_suffix(".svg").write_text(draw(_read(report)))
     if options.plots:
         _plot(root / FIGURES)
-    return 0
+    for name in missing:
+        print(
+            f"{FIGURES / name}.json is missing (`make measure` writes it): its figures are left as they are",
+            file=sys.stderr,
+        )
+    return 2 if missing else 0
 
 
 def documents(root: Path) -> list:
@@ -62,10 +68,16 @@ def bars(root: Path) -> list:
 
 
 def render(text: str, folder: Path) -> str:
-    """A document with everything between markers made anew from the reports in `folder`. Raises NoFigures."""
+    """A document with what is between markers made anew from the reports in `folder`, as far as there are any.
+
+    Raises NoFigures.
+    """
+    missing = unreported(text, folder)
 
     def block(found: re.Match) -> str:
         name = found["name"]
+        if name in missing:
+            return found[0]
         report = _read(folder / f"{name}.json")
         table = textwrap.indent(_table(report).strip("\n"), "    ", lambda line: line.strip())
         table = "\n".join(line.rstrip() for line in table.splitlines())
@@ -74,11 +86,18 @@ def render(text: str, folder: Path) -> str:
     return _MARKED.sub(block, text)
 
 
+def unreported(text: str, folder: Path) -> list:
+    """The figures that a document marks and of which `folder` has no report."""
+    return [
+        name for name in (found["name"] for found in _MARKED.finditer(text)) if not (folder / f"{name}.json").exists()
+    ]
+
+
 def _read(file: Path) -> dict:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise NoFigures(f"{file}: {error} (`make measure` writes the reports)") from None
+        raise NoFigures(f"{file}: {error} (`make measure` writes it)") from None
 
 
 def _table(report: dict) -> str:

@@ -74,7 +74,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--requests", type=int, default=1, help="requests a run, in batches (%(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="pairs of runs, at most; medians are shown (%(default)s)")
     parser.add_argument(
-        "--minutes", type=float, default=5, help="no run is repeated beyond this time; 0: no limit (%(default)s)"
+        "--minutes",
+        type=float,
+        default=5,
+        help="past this nothing is repeated and no further batch size begun; 0: no limit (%(default)s)",
     )
     parser.add_argument("--disable-any-whitespace", action="store_true", help="vLLM's option of that name")
     reports.add_arguments(parser, plot=True)
@@ -165,6 +168,9 @@ class _Session:
         for number in range(options.repeat):
             began = time.monotonic()
             for batch in options.batches:
+                if batch != options.batches[0] and self._late(share, 0.0):
+                    say(f"  batch {batch}: no time is left for it (--minutes)")
+                    continue
                 for name, guided, seed, repeated in RUNS:
                     for schema in self._schemas if guided else (None,):
                         if (number and not repeated) or (name == "cold" and batch != options.batches[0]):
@@ -175,9 +181,13 @@ class _Session:
                         if batch == options.batches[0]:
                             self._ask(backend, engines, schema, batch, "greedy", temperature=0.0)
                         self._ask(backend, engines, schema, batch, "stages", stages=True)
-            now = time.monotonic()
-            if options.minutes and now + (now - began) > self._start + 60 * options.minutes * share:
+            if self._late(share, time.monotonic() - began):
                 break
+
+    def _late(self, share: float, needed: float) -> bool:
+        """Whether what needs so many seconds more would end after `share` of the time."""
+        minutes = self._options.minutes
+        return bool(minutes) and time.monotonic() + needed > self._start + 60 * minutes * share
 
     def _ask(self, backend: str, engines: tuple, schema: str | None, batch: int, name: str, **arguments) -> None:
         key = (backend, schema, batch, name)

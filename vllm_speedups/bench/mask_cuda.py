@@ -111,8 +111,8 @@ def _measure(stock, options, dtype: str, allowed: int, new: int) -> dict:
     def step(number: int):
         rows = known.copy()
         # Rows that no step has brought before, about as dense.
-        rows[:new, :2] = random.integers(-(2**31), 2**31, (new, 2))
-        rows[:new, 2] = number
+        rows[:new, 0] = random.integers(-(2**31), 2**31, new)
+        rows[:new, -1] = number
         return rows
 
     def ours(batch, rows) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from . import engine, models
+from . import report as reports
 from .schemas import SCHEMAS
 
 # Ends about where the text may: outputs of one length compare with unguided ones.
@@ -27,7 +28,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--repeat", type=int, default=3, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--no-disk-cache", action="store_true", help="vLLM's default: stock compiles for every request")
     parser.add_argument("--stock-requests", type=int, help="guided requests asked of stock (default: the batch)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    reports.add_arguments(parser)
 
 
 def run(options) -> int:
@@ -39,12 +40,9 @@ def run(options) -> int:
         print(f"bench v0-engine: needs vLLM 0.8.5 with its V0 engine, not {version}: make v0-engine", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="vllm-speedups-") as folder:
-        report = measure(options, Path(folder))
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        print(text(report, options, version))
-    return 0 if all(row["equal"] for row in report) else 1
+        rows = measure(options, Path(folder))
+    reports.finish(options, reports.make("v0_engine", options, rows=rows), table)
+    return 0 if all(row["equal"] for row in rows) else 1
 
 
 def measure(options, folder: Path) -> list:
@@ -88,15 +86,17 @@ def _speed(answer: dict) -> float:
     return answer["tokens"] / answer["seconds"]
 
 
-def text(report: list, options, version: str) -> str:
+def table(report: dict) -> str:
     """The report for people."""
-    cache = "off, as vLLM has it" if options.no_disk_cache else "on"
+    chosen = report["options"]
+    cache = "off, as vLLM has it" if chosen["no_disk_cache"] else "on"
+    asked = f"batch {chosen['batch']}, {chosen['tokens']} tokens; disk cache {cache}"
     lines = [
-        f"vLLM {version}, V0 engine, outlines, batch {options.batch}, {options.tokens} tokens; disk cache {cache}; tokens/s",
+        f"{reports.heading(report)}; V0 engine, outlines, {asked}; tokens/s",
         "",
         "schema      unguided  stock   cold   warm  warm/stock  warm/unguided  token ids",
     ]
-    for row in report:
+    for row in report["rows"]:
         lines.append(
             f"{row['schema']:10} {row['unguided']:9.0f} {row['stock']:6.1f} {row['cold']:6.0f} {row['warm']:6.0f}"
             f"  {row['ratio']:10.1f}  {row['share']:13.2f}  {'equal' if row['equal'] else 'DIFFER'} ({row['tokens']:,})"

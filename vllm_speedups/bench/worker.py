@@ -12,6 +12,8 @@ import os
 import sys
 import time
 
+import vllm_speedups
+
 from .stages import Stages
 
 
@@ -59,8 +61,8 @@ def _answer(llm, run: dict) -> dict:
     parameters = [sampling_params(run, index) for index in range(len(prompts))]
     stages = Stages(_synchronize()) if run.get("stages") else None
     start = time.perf_counter()
-    if "abort_at_step" in run:
-        ids = _with_aborts(llm.llm_engine, prompts, parameters, run["abort_at_step"])
+    if "abort_at_step" in run or "revert_at_step" in run:
+        ids = _in_steps(llm.llm_engine, prompts, parameters, run.get("abort_at_step"), run.get("revert_at_step"))
     else:
         try:
             with stages or contextlib.nullcontext():
@@ -82,8 +84,8 @@ def _synchronize():
     return None if current_platform.device_type == "cpu" else torch.accelerator.synchronize
 
 
-def _with_aborts(engine, prompts: list, parameters: list, abort_at_step: int) -> list:
-    """Run requests step by step and abort every third one in the given step. Token ids, [] for the aborted."""
+def _in_steps(engine, prompts: list, parameters: list, abort_at: int | None, revert_at: int | None) -> list:
+    """Run requests step by step, abort every third one or take the plugin back in the given step. Token ids, [] for aborted."""
     for index, (prompt, parameter) in enumerate(zip(prompts, parameters)):
         engine.add_request(f"request-{index}", prompt, parameter)
     finished, step = {}, 0
@@ -92,8 +94,10 @@ def _with_aborts(engine, prompts: list, parameters: list, abort_at_step: int) ->
             if output.finished:
                 finished[output.request_id] = [list(one.token_ids) for one in output.outputs]
         step += 1
-        if step == abort_at_step:
+        if step == abort_at:
             engine.abort_request([f"request-{index}" for index in range(0, len(prompts), 3)])
+        if step == revert_at:
+            vllm_speedups.revert()
     return [finished.get(f"request-{index}", []) for index in range(len(prompts))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .tuple_hash import extended, paired, prefix_hashes, standing_for
+from .tuple_hash import extended, prefix_hashes, standing_for
 
 # Below this many tokens hashing every prefix anew is faster than carrying one hash on.
 _SHORT = 384
@@ -26,12 +26,7 @@ class PromptHashes:
             ends = range(block_size, len(prompt) + 1, block_size)
             self.values = [hash((prompt[:end] if flat else (prompt[:end], None), adapter)) for end in ends]
         else:
-            prefixes = prefix_hashes(prompt, block_size)
-            self.values = paired(prefixes if flat else paired(prefixes, None), adapter)
-
-    def of(self, prompt: tuple, block_size: int, adapter: int) -> bool:
-        """Whether these are the hashes of this very tuple."""
-        return self.prompt is prompt and self.block_size == block_size and self.adapter == adapter
+            self.values = prefix_hashes(prompt, block_size, *(() if flat else (None,)), adapter)
 
     def past_the_prompt(self, block: int, output: Sequence) -> int:
         """The hash of a block that the prompt does not fill; tokens that are not there yet are left out."""

@@ -39,8 +39,11 @@ class _Item:
         return self.value
 
 
-def prefix_hashes(items: tuple, step: int) -> list:
-    """`[hash(items[:step]), hash(items[:2 * step]), ...]` for all full steps, in time linear in their number."""
+def prefix_hashes(items: tuple, step: int, *others: object) -> list:
+    """`[hash(items[:step]), hash(items[:2 * step]), ...]` for all full steps, in time linear in their number.
+
+    With `others`, of `(prefix, other)`; with two of them, of `((prefix, other), another)`.
+    """
     final = step + 1 ^ _LENGTH
     item = _Item(_FIRST)
     hashes: list = []
@@ -56,29 +59,38 @@ def prefix_hashes(items: tuple, step: int) -> list:
         item.value = wanted if wanted < 2**63 else wanted - 2**64
     if _SUBSTITUTE in hashes or _unspeakable(step) in hashes:
         # Once in 2**63 blocks: the accumulator, or the item that would lead to it, cannot be told.
-        return [hash(items[:end]) for end in range(step, len(items) + 1, step)]
-    if len(hashes) >= _MANY:
+        hashes = [hash(items[:end]) for end in range(step, len(items) + 1, step)]
+    elif len(hashes) >= _MANY:
         ends = np.arange(step, step * len(hashes) + 1, step, dtype=np.uint64)
-        return _finished(_unsigned(hashes) - np.uint64(final) + (ends ^ np.uint64(_LENGTH))).tolist()
-    return [
-        _answer(found - final + (end ^ _LENGTH)) for end, found in zip(range(step, len(items) + 1, step), hashes)
-    ]
+        return _paired_in_bulk(_unsigned(hashes) - np.uint64(final) + (ends ^ np.uint64(_LENGTH)), others).tolist()
+    else:
+        ends = range(step, len(items) + 1, step)
+        hashes = [_answer(found - final + (end ^ _LENGTH)) for end, found in zip(ends, hashes)]
+    for other in others:
+        hashes = _paired(hashes, other)
+    return hashes
 
 
-def paired(hashes: list, other: object) -> list:
-    """`hash((x, other))` for objects x with these hashes, none of them -1."""
-    if len(hashes) < _MANY:
-        item = _Item()
-        found = []
-        for item.value in hashes:
-            found.append(hash((item, other)))
-        return found
-    accumulators = np.full(len(hashes), _PRIME_5, np.uint64)
-    # NumPy warns where a single product overflows, and not where many do.
-    for products in (_unsigned(hashes) * np.uint64(_PRIME_2), np.uint64(hash(other) * _PRIME_2 & _MASK)):
-        accumulators += products
-        accumulators = (accumulators << np.uint64(31) | accumulators >> np.uint64(33)) * np.uint64(_PRIME_1)
-    return _finished(accumulators + np.uint64(2 ^ _LENGTH)).tolist()
+def _paired(hashes: list, other: object) -> list:
+    item = _Item()
+    found = []
+    for item.value in hashes:
+        found.append(hash((item, other)))
+    return found
+
+
+def _paired_in_bulk(values: np.ndarray, others: tuple) -> np.ndarray:
+    """What CPython does for a tuple of two, for many at once. NumPy warns where one product overflows, not where many do."""
+    values = _finished(values)
+    for other in others:
+        accumulators = values * np.uint64(_PRIME_2)
+        accumulators += np.uint64(_PRIME_5)
+        for product in (None, np.uint64(hash(other) * _PRIME_2 & _MASK)):
+            if product is not None:
+                accumulators += product
+            accumulators = (accumulators << np.uint64(31) | accumulators >> np.uint64(33)) * np.uint64(_PRIME_1)
+        values = _finished(accumulators + np.uint64(2 ^ _LENGTH))
+    return values.view(np.int64)
 
 
 def standing_for(value: int) -> object:
@@ -103,10 +115,7 @@ def exact() -> bool:
         return False
     items = tuple(number * number * 7919 % 151_936 for number in range(3 * _MANY))
     for step in (1, 16):
-        known = prefix_hashes(items, step)
-        if known != [hash(items[:end]) for end in range(step, len(items) + 1, step)]:
-            return False
-        if paired(known, None) != [hash((items[:end], None)) for end in range(step, len(items) + 1, step)]:
+        if prefix_hashes(items, step, None) != [hash((items[:end], None)) for end in range(step, len(items) + 1, step)]:
             return False
     return extended(hash(items), len(items), items[:5]) == hash(items + items[:5])
 
@@ -140,7 +149,7 @@ def _unsigned(hashes: list) -> np.ndarray:
 
 def _finished(values: np.ndarray) -> np.ndarray:
     values[values == np.uint64(_MASK)] = _SUBSTITUTE
-    return values.view(np.int64)
+    return values
 
 
 # The item that leaves the accumulator as it is before the first one.
