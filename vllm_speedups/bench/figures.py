@@ -79,7 +79,7 @@ def render(text: str, folder: Path) -> str:
         if name in missing:
             return found[0]
         report = _read(folder / f"{name}.json")
-        table = textwrap.indent(_table(report).strip("\n"), "    ", lambda line: line.strip())
+        table = textwrap.indent(_table(report).strip("\n"), "    ", lambda line: bool(line.strip()))
         table = "\n".join(line.rstrip() for line in table.splitlines())
         return f"<!-- figures {name} -->\n\n    {report['command']}\n\n{table}\n\n<!-- /figures -->"
 
