@@ -10,12 +10,12 @@ TOOLS  := .venv-tools
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
 # The reports that tables and plots are made from.
-FIGURES := demo demo-no-whitespace guided first rows-xgrammar mask prefix
+FIGURES := demo demo-no-whitespace guided rows-xgrammar mask prefix
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
 .PHONY: help demo test test-fast test-v0 test-v0-engine v0-engine lint doctor facts compatibility prove-releases \
-        prove-fingerprints measure figures docs dist soak-states configurations soak conformance clean
+        prove-fingerprints measure figures docs dist test-pythons soak-states configurations soak conformance clean
 
 help:
 	@echo "make demo         guided decoding on real vLLM $(VLLM), stock and patched (less than ten minutes, the first time)"
@@ -30,6 +30,7 @@ help:
 	@echo "make configurations  vLLM as it is used in earnest, stock against patched, every guided token compared (an hour)"
 	@echo "make soak         two servers under thousands of requests, then under adversaries (half an hour)"
 	@echo "make conformance  vLLM's own tests without and with the plugin (RELEASE=... for another release's, TESTS=... for some)"
+	@echo "make test-pythons  that wheel in new environments, on each Python from 3.9 to 3.13 that is here"
 	@echo "make doctor       which patches apply in $(VENV)"
 	@echo "make facts        patches/releases.json from the registry: each release that it does not know in full, 5 to"
 	@echo "                  20 seconds and 200 to 500 MB each (WHEELS=folder: those that lie there are not fetched)"
@@ -98,6 +99,9 @@ docs: $(TOOLS)/ready
 dist: $(TOOLS)/ready
 	@$(TOOLS)/bin/python .ci/dist.py
 
+test-pythons: dist
+	@$(TOOLS)/bin/python .ci/pythons.py
+
 doctor: $(READY)
 	@$(BIN)/vllm-speedups doctor
 
@@ -111,7 +115,6 @@ compatibility: $(READY)
 measure-demo: ARGUMENTS := demo --repeat 3
 measure-demo-no-whitespace: ARGUMENTS := demo --backends xgrammar --disable-any-whitespace --repeat 2
 measure-guided: ARGUMENTS := bench guided --minutes 4
-measure-first: ARGUMENTS := bench first
 measure-rows-xgrammar: ARGUMENTS := bench rows --backends xgrammar
 measure-mask: ARGUMENTS := bench mask
 measure-prefix: ARGUMENTS := bench prefix --repeat 9

@@ -151,7 +151,7 @@ def _added_to_copy(form, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return form.add_to(scores.to(torch.promote_types(scores.dtype, dtype), copy=True))
 
 
-def automaton(guide_class: type):
+def automaton(guide_class):
     """A guide of five tokens, of which 0 ends the text, without the tokenizer that compiling would ask for."""
     tables = {0: {1: 1, 3: 2}, 1: {2: 1, 0: -1, 3: 2}}
     guide = guide_class.__new__(guide_class)

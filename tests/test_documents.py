@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_speedups.plugin import discover
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
@@ -58,3 +60,9 @@ def test_every_page_is_in_the_navigation_and_the_navigation_has_no_other():
     assert sorted(listed) == sorted(
         page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").glob("**/*.md")
     )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_every_patch_is_named_where_people_begin(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not [patch.name for patch in discover() if f"`{patch.name}`" not in text]

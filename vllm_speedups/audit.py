@@ -89,7 +89,7 @@ def run(options) -> int:
 
 def examine(targets: Iterable, contracts: list, distribution: str = releases.DISTRIBUTION) -> dict:
     """The report as plain data. Targets are read one after the other, so one at a time is in memory."""
-    report = {"vllm_speedups": __version__, "targets": [], "status": APPLIES}
+    report: dict = {"vllm_speedups": __version__, "targets": [], "status": APPLIES}
     for target in list(targets) or [None]:
         try:
             with _opened(target, distribution) as release:

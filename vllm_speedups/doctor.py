@@ -30,7 +30,7 @@ def examine() -> dict:
     warnings: list = []
     chosen = settings.read(os.environ, warnings.append)
     found = find_vllm()
-    report = {
+    report: dict = {
         "vllm_speedups": __version__,
         "vllm": found,
         "loaded_by_vllm": _loaded_by_vllm(found),

@@ -63,7 +63,7 @@ def plain(stock: type, listed: bool, copied: bool) -> type:
             new._snapshot = memo.get(id(source)), prompt
         return new
 
-    members = {"_block_hashes": None, "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy}
+    members: dict = {"_block_hashes": None, "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy}
     if listed:
         members.update(_snapshot=(None, ()), get_prefix_token_ids=_prefix_token_ids)
     if copied:

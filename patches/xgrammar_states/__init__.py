@@ -215,7 +215,7 @@ def probe(context, replacements) -> None:
     for number, one in enumerate(compiled):
         grammars = Tracker(RowCache(2**24), 2**24, defaultdict(int))
         known = grammars.grammar(number)
-        grammars.build(known, lambda one=one: (parse(one.grammar.serialize_json()), vocabulary))
+        grammars.build(known, lambda one=one: (parse(one.grammar.serialize_json()), vocabulary))  # type: ignore[misc]
         if known.network is None:
             raise Declined(f"its probe grammar {number} has no state ids: {known.reason}")
         hits = 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import reports
 
 from vllm_speedups.bench import figures
+from vllm_speedups.bench.bars import draw
 
+SVG = "{http://www.w3.org/2000/svg}"
 ROOT = Path(__file__).parents[2]
 MARKED = "Before.\n<!-- figures {} -->\nold\n<!-- /figures -->\nAfter.\n"
 
@@ -18,6 +21,20 @@ def test_the_documents_show_what_the_reports_hold():
     for file in figures.documents(ROOT):
         text = file.read_text()
         assert figures.render(text, ROOT / figures.FIGURES) == text, f"{file.name}: run `make figures`"
+
+
+def test_the_bars_show_what_their_report_holds():
+    for report in figures.bars(ROOT):
+        drawn = report.with_suffix(".svg").read_text()
+        assert draw(json.loads(report.read_text())) == drawn, f"{report.stem}.svg: run `make figures`"
+
+
+def test_bars_are_as_long_as_the_rates_and_say_them():
+    svg = ElementTree.fromstring(draw(reports.guided("demo")))
+    texts = ["".join(text.itertext()) for text in svg.iter(f"{SVG}text")]
+    assert texts[-3:] == ["xgrammar", "550", "1200, 2.18 times"]
+    _, stock, patched = (float(rect.get("width")) for rect in svg.iter(f"{SVG}rect"))
+    assert patched / stock == pytest.approx(1200 / 550, rel=1e-3)
 
 
 def test_every_report_is_shown_somewhere_and_says_where_it_comes_from():

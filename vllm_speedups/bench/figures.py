@@ -1,7 +1,7 @@
 """Figures of the documents: tables between markers, each made from a report that a benchmark wrote into docs/figures.
 
-    python -m vllm_speedups.bench.figures           # in a checkout: the tables anew (`make figures`)
-    python -m vllm_speedups.bench.figures --plots   # the plots too, with matplotlib
+    python -m vllm_speedups.bench.figures           # in a checkout: the tables anew, and the bars of the README
+    python -m vllm_speedups.bench.figures --plots   # the plots too, with matplotlib (`make figures`)
 
 Between `<!-- figures NAME -->` and `<!-- /figures -->` stands what docs/figures/NAME.json holds: the command that wrote it, and
 the table that the command printed. What stands between markers of which there is no report yet is left alone, and said.
@@ -16,6 +16,8 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+
+from .bars import draw
 
 FIGURES = Path("docs", "figures")
 PLOTTED = ("guided", "prefix")
@@ -43,6 +45,8 @@ def main(argv: list | None = None) -> int:
     except NoFigures as error:
         print(error, file=sys.stderr)
         return 2
+    for report in bars(root):
+        report.with_suffix(".svg").write_text(draw(_read(report)))
     if options.plots:
         _plot(root / FIGURES)
     for name in missing:
@@ -58,6 +62,11 @@ def documents(root: Path) -> list:
     return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
 
 
+def bars(root: Path) -> list:
+    """The reports that have bars of their own, NAME.svg beside NAME.json, for the README."""
+    return sorted((root / FIGURES).glob("demo.json"))
+
+
 def render(text: str, folder: Path) -> str:
     """A document with what is between markers made anew from the reports in `folder`, as far as there are any.
 
@@ -70,7 +79,7 @@ def render(text: str, folder: Path) -> str:
         if name in missing:
             return found[0]
         report = _read(folder / f"{name}.json")
-        table = textwrap.indent(_table(report).strip("\n"), "    ", lambda line: line.strip())
+        table = textwrap.indent(_table(report).strip("\n"), "    ", lambda line: bool(line.strip()))
         table = "\n".join(line.rstrip() for line in table.splitlines())
         return f"<!-- figures {name} -->\n\n    {report['command']}\n\n{table}\n\n<!-- /figures -->"
 

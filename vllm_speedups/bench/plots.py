@@ -52,8 +52,8 @@ def guided(report: dict, file: str) -> None:
     for number, side in enumerate(_SIDES):
         places = [place + 0.4 * number - 0.2 for place in range(len(staged))]
         _stack(below, places, 0.36, [one[side] for one in staged], STAGES, side == "stock")
-        for place in places:
-            below.annotate(side, (place, 0), (0, 2), textcoords="offset points", ha="center", fontsize=7, rotation=90)
+        for at in places:
+            below.annotate(side, (at, 0), (0, 2), textcoords="offset points", ha="center", fontsize=7, rotation=90)
     below.set_ylabel("ms a step")
     _labelled(below, [f"{one['backend']}\n{one['schema']}, {one['batch']}" for one in staged])
     _write(figure, file)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ def build(row: np.ndarray, vocab_size: int, quick: bool = False):
     # Words say already what most masks are; only one in doubt is unpacked as a whole.
     set_words, unset_words = np.count_nonzero(row), np.count_nonzero(row != -1)
     if set_words <= vocab_size * ALLOWED_SHARE / WORD:
-        form = AllowedIds(row, vocab_size)
+        form: Any = AllowedIds(row, vocab_size)
     elif unset_words <= (len(row) / 4 if quick else vocab_size * DISALLOWED_SHARE / WORD):
         form = DisallowedIds(row, vocab_size)
     elif quick:

@@ -57,7 +57,8 @@ class MaskTable:
         """
         width, found, counters = rows.shape[1], [], self.counters
         for row, number in zip(rows, fingerprints(rows)):
-            slot, key = (width, number), row.tobytes()
+            key = row.tobytes()
+            slot: tuple = (width, number)
             mask = self._masks.get(slot)
             if mask is not None and mask.key != key:
                 slot = (width, number, hash(key))

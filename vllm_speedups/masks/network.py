@@ -124,13 +124,14 @@ class Network:
         self.budget = budget
         if horizon is None:
             widest = max((upper for _, _, upper, _ in automaton.repeats.values()), default=0)
-            horizon = vocabulary.longest if widest > FEW else widest
+            horizon = vocabulary.longest if widest > FEW else widest  # type: ignore[union-attr]
         self.horizon = horizon
         self.walk_s = 0.0  # seconds spent on transitions that were not remembered, since the owner last set it back
         self.closed: str | None = None
         self._size = len(automaton.final)
         self._after = [_After(self, byte_class) for byte_class in range(max(automaton.classes) + 1)]
-        self._parent, self._frames, self._depth, self._counts = [0], [(0, 0)], [0], [()]
+        self._parent, self._frames, self._depth = [0], [(0, 0)], [0]
+        self._counts: list = [()]
         self._counted: set = set()  # the stacks that hold counts
         self._stacks: dict = {}
         self._closures: dict = {}
@@ -324,7 +325,9 @@ class Network:
 
     def _state(self, items: set, complete: bool, source: State | None) -> tuple:
         """(state, plan) of a closed set of items that was reached from `source`."""
-        plan, counters, limits = (), (), ()
+        plan: tuple = ()
+        counters: tuple = ()
+        limits: tuple = ()
         stacks = self._counted.intersection(map(self._size.__rfloordiv__, items)) if self._counted else ()
         if stacks:
             items, stacks, changes = self._factor(items, stacks, self._far)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 
@@ -246,7 +246,7 @@ class Request:
         self.grammar = grammar
         self.source = source
         self.trail = Trail(None, None)
-        self.network: object = None  # the network or trie that the trail follows, or False for neither any more
+        self.network: Any = None  # the network or trie that the trail follows, or False for neither any more
         self.state = None  # the state or node that was last looked up
         self.waits = 0  # rows to leave to stock before the next look: the owner counts them down
 
@@ -316,7 +316,7 @@ class Request:
     def _attach(self) -> bool:
         """Begin to follow the network, or the trie of a grammar that has none and whose fills are expensive."""
         grammar, trail = self.grammar, self.trail
-        network = grammar.network
+        network: Any = grammar.network
         if network is not None:
             if not grammar.worth.walking or len(trail.tokens) > CATCH_UP:
                 self.network = False

@@ -74,7 +74,7 @@ def parse_around(source: str, name: str) -> ast.Module:
 
 
 def _last_binding(scope: ast.AST, name: str) -> ast.AST | None:
-    found = None
+    found: ast.AST | None = None
     for block in _BLOCKS:
         for statement in getattr(scope, block, ()):
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any
 
 from .records import BYTES, shared
 
@@ -19,7 +20,7 @@ class _Edge:
 
     __slots__ = ("children", "digests", "first", "parent", "records")
 
-    def __init__(self, parent: _Edge | None, first: object, records: bytes, digests: list):
+    def __init__(self, parent: _Edge | None, first: Any, records: bytes, digests: list):
         self.parent = parent
         # The key under which the parent holds this edge: the records of its first block, or for a root the tree's key.
         self.first = first

@@ -21,7 +21,7 @@ def pack(tokens: Sequence[int]) -> bytes | None:
     None where some element is evidently not a plain 32-bit int. Whoever reads on calls `intact` for what they read.
     """
     try:
-        data = marshal.dumps(tokens, _VERSION)
+        data = marshal.dumps(tokens, _VERSION)  # type: ignore[arg-type]
     except ValueError:
         return None
     return data if len(data) == FIRST + BYTES * len(tokens) else None

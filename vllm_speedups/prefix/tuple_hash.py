@@ -64,8 +64,8 @@ def prefix_hashes(items: tuple, step: int, *others: object) -> list:
         ends = np.arange(step, step * len(hashes) + 1, step, dtype=np.uint64)
         return _paired_in_bulk(_unsigned(hashes) - np.uint64(final) + (ends ^ np.uint64(_LENGTH)), others).tolist()
     else:
-        ends = range(step, len(items) + 1, step)
-        hashes = [_answer(found - final + (end ^ _LENGTH)) for end, found in zip(ends, hashes)]
+        at = range(step, len(items) + 1, step)
+        hashes = [_answer(found - final + (end ^ _LENGTH)) for end, found in zip(at, hashes)]
     for other in others:
         hashes = _paired(hashes, other)
     return hashes
