@@ -202,6 +202,7 @@ async def besieged(server: Server, model: str, adversary, options: argparse.Name
 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        bounded = json.loads(SCHEMAS["bounded"])
         gates, waits = (asyncio.Semaphore(8), asyncio.Semaphore(8)), []
 
         async def attack(number: int) -> None:
@@ -212,7 +213,7 @@ async def besieged(server: Server, model: str, adversary, options: argparse.Name
 
         async def ordinary(seed: int) -> None:
             async with gates[1]:
-                answer = await stream(session, server, *request(model, seed, options.tokens, by_schema(BOUNDED)))
+                answer = await stream(session, server, *request(model, seed, options.tokens, by_schema(bounded)))
                 waits.extend(np.diff([0.0, *answer["times"]]))
 
         numbers = range(first, first + options.requests)
