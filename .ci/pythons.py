@@ -1,7 +1,7 @@
 """The wheel in dist/ on every supported Python found here: python .ci/pythons.py [VERSION ...]
 
-For each of 3.9 to 3.13, as `pythonX.Y` on the PATH or from pyenv: a new environment with the wheel and what it asks for, and there
-the import, `vllm-speedups --help`, `doctor` without vLLM, and `audit` of a folder with a `vllm/` in it.
+For each of 3.9 to 3.13, as `pythonX.Y` on the PATH or from pyenv, in a new environment with the wheel and what it asks for: the
+import, `vllm-speedups --help`, `doctor` without vLLM, and `audit` of a folder with a `vllm/` in it.
 """
 
 import json
