@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import signal
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -101,10 +99,11 @@ def load(options: argparse.Namespace, model: str, stock: Server, patched: Server
     """Rounds of requests, popular schemas more often than others. 1 if a token differs or memory goes on growing."""
     guides = [by_schema(content) for content in schemas(options.schemas)]
     random_, latencies, memory, differ, tokens, refused = random.Random(7), ([], []), ([], []), 0, 0, 0
+    spent = ([], [])
     print(
-        "| round | requests | MiB, stock | MiB, patched | p50 / p99 s, stock | p50 / p99 s, patched | ids that differ |"
+        "| round | requests | MiB, stock | patched | p50 / p99 s, stock | patched | CPU s, stock | patched | ids differ |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for number in range(options.rounds):
         chosen = [int(len(guides) * random_.random() ** 2) for _ in range(options.requests // options.rounds)]
         requests = [
@@ -113,7 +112,9 @@ def load(options: argparse.Namespace, model: str, stock: Server, patched: Server
         ]
         answers, took = {}, {}
         for side in (0, 1) if number % 2 else (1, 0):
+            before = (stock, patched)[side].cpu()
             answers[side] = (stock, patched)[side].ask(requests, options.concurrent)
+            spent[side].append((stock, patched)[side].cpu() - before)
             took[side] = [answer["times"][-1] for answer in answers[side] if answer["times"]]
             latencies[side].extend(took[side] if number else ())
             memory[side].append((stock, patched)[side].memory() / 2**20)
@@ -123,7 +124,7 @@ def load(options: argparse.Namespace, model: str, stock: Server, patched: Server
         tokens += sum(len(ids) for answer in answers[0] for ids in answer["ids"].values())
         print(
             f"| {number + 1} | {len(requests)} | {memory[0][-1]:,.0f} | {memory[1][-1]:,.0f} | {quantiles(took[0])} "
-            f"| {quantiles(took[1])} | {wrong or 'none'} |",
+            f"| {quantiles(took[1])} | {spent[0][-1]:.1f} | {spent[1][-1]:.1f} | {wrong or 'none'} |",
             flush=True,
         )
     running = [server.metrics().get("vllm:num_requests_running") for server in (stock, patched)]
@@ -131,6 +132,7 @@ def load(options: argparse.Namespace, model: str, stock: Server, patched: Server
     print(
         f"latency past the first round, p50 / p99 s: stock {quantiles(latencies[0])}, patched {quantiles(latencies[1])}"
     )
+    print(f"CPU time past the first round, s: stock {sum(spent[0][1:]):.1f}, patched {sum(spent[1][1:]):.1f}")
     # Growth over the second half, when the budgets have long been full, against stock's over the same rounds.
     half = options.rounds // 2
     grown = [series[-1] - series[half] for series in memory]
@@ -194,62 +196,51 @@ ADVERSARIES = {
 }
 
 
-async def besieged(server: Server, model: str, adversary, victims: int, tokens: int, first: int) -> list:
-    """Seconds between the tokens of ordinary clients, 8 at a time, while 8 adversaries do their worst."""
+async def besieged(server: Server, model: str, adversary, options: argparse.Namespace, first: int) -> list:
+    """Seconds between the tokens of ordinary clients, 8 at a time, beside as many adversaries, each with its share."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        numbers = itertools.count(first)
+        bounded = json.loads(SCHEMAS["bounded"])
+        gates, waits = (asyncio.Semaphore(8), asyncio.Semaphore(8)), []
 
-        async def attack() -> None:
-            while True:
-                number = next(numbers)
+        async def attack(number: int) -> None:
+            async with gates[0]:
                 guide, length = adversary(number)
                 prompt = [1, *(random.Random(number).randrange(1000, 100_000) for _ in range(length - 1))]
-                await stream(session, server, *request(model, number, 64, guide, prompt))
-
-        gate, waits = asyncio.Semaphore(8), []
-
-        bounded = json.loads(SCHEMAS["bounded"])
+                await stream(session, server, *request(model, number, 2 * options.tokens, guide, prompt))
 
         async def ordinary(seed: int) -> None:
-            async with gate:
-                answer = await stream(session, server, *request(model, seed, tokens, by_schema(bounded)))
+            async with gates[1]:
+                answer = await stream(session, server, *request(model, seed, options.tokens, by_schema(bounded)))
                 waits.extend(np.diff([0.0, *answer["times"]]))
 
-        attacks = [asyncio.create_task(attack()) for _ in range(8 if adversary else 0)]
-        await asyncio.gather(*(ordinary(first + seed) for seed in range(victims)))
-        for task in attacks:
-            task.cancel()
-        await asyncio.gather(*attacks, return_exceptions=True)
+        numbers = range(first, first + options.requests)
+        attacks = [attack(number) for number in numbers] if adversary else []
+        await asyncio.gather(*map(ordinary, numbers), *attacks)
     return waits
 
 
 def adversaries(options: argparse.Namespace, model: str, stock: Server, patched: Server) -> int:
-    """A table: what ordinary clients waited for a token, stock and patched, under each adversary."""
+    """A table: what the same requests cost both servers, and what ordinary clients waited, under each adversary."""
     chosen = {name: what for name, what in ADVERSARIES.items() if any(part in name for part in options.only or [""])}
-    print(
-        "| others send | ms a token, stock | patched | ratio | p99 ms, stock | patched | longest ms, stock | patched |"
-    )
+    print("| others send | CPU s, stock | patched | ratio | ms a token, stock | patched | p99, stock | patched |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for server in (stock, patched):
-        asyncio.run(besieged(server, model, None, 16, options.tokens, 0))
+        asyncio.run(besieged(server, model, None, options, 0))
     for place, (name, adversary) in enumerate(chosen.items()):
-        waits: tuple = ([], [])
+        waits, spent = ([], []), [0.0, 0.0]
         for turn in range(options.rounds):
             for side in (0, 1) if turn % 2 else (1, 0):
                 server, first = (stock, patched)[side], 10**6 * (place + 1) + 10**4 * turn
-                waits[side].extend(
-                    asyncio.run(besieged(server, model, adversary, options.requests, options.tokens, first))
-                )
-                # What the adversaries left behind is aborted before the next turn.
-                while server.metrics().get("vllm:num_requests_running"):
-                    time.sleep(0.1)
-        first, second = (1e3 * np.array(side) for side in waits)
+                before = server.cpu()
+                waits[side].extend(asyncio.run(besieged(server, model, adversary, options, first)))
+                spent[side] += server.cpu() - before
+        stocks, ours = (1e3 * np.array(side) for side in waits)
         print(
-            f"| {name} | {first.mean():.1f} | {second.mean():.1f} | {second.mean() / first.mean():.2f} "
-            f"| {np.percentile(first, 99):.0f} | {np.percentile(second, 99):.0f} | {first.max():.0f} | {second.max():.0f} |",
+            f"| {name} | {spent[0]:.1f} | {spent[1]:.1f} | {spent[1] / spent[0]:.2f} | {stocks.mean():.1f} "
+            f"| {ours.mean():.1f} | {np.percentile(stocks, 99):.0f} | {np.percentile(ours, 99):.0f} |",
             flush=True,
         )
     return 0
@@ -259,7 +250,7 @@ def main() -> int:
     """0, or 1 where ids differ or requests are left running."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["load", "adversaries"])
-    parser.add_argument("--requests", type=int, help="in all (3,000), or of ordinary clients a turn (48)")
+    parser.add_argument("--requests", type=int, help="in all (3,000), or of each kind of client a turn (48)")
     parser.add_argument("--rounds", type=int, help="(12), or turns of each server (3)")
     parser.add_argument("--schemas", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=24, help="the most that a request may generate")

@@ -23,7 +23,9 @@ import time
 from pathlib import Path
 
 import hub
+import importlib_metadata
 import outcomes
+from packaging.requirements import Requirement
 
 from vllm_speedups import __version__
 from vllm_speedups.doctor import find_vllm
@@ -209,7 +211,7 @@ def _unpack(release: str, place: Path, installed: Path | None) -> None:
     shutil.rmtree(started / "tools")
     archive = next(started.glob("vllm-*.tar.gz"))
     with tarfile.open(archive) as tar:
-        wanted = ("tests", "pyproject.toml") if installed is None else ("tests", "pyproject.toml", "vllm")
+        wanted = {"tests", "pyproject.toml"} | ({"vllm", "requirements"} if installed else set())
         members = [member for member in tar if member.name.split("/")[1:2] and member.name.split("/")[1] in wanted]
         tar.extractall(started, members, filter="data")
     archive.unlink()
@@ -219,8 +221,29 @@ def _unpack(release: str, place: Path, installed: Path | None) -> None:
         (root / "vllm").rename(root / "overlay" / "vllm")
         for library in installed.glob("*.so"):
             shutil.copy(library, root / "overlay" / "vllm")
+        new = _unmet((root / "requirements" / "common.txt").read_text())
+        if new:
+            _pip("install", "--no-deps", f"--target={root / 'overlay'}", *new)
     root.rename(place)
     shutil.rmtree(started)
+
+
+def _unmet(requirements: str) -> list:
+    """Which lines of a requirements file this environment doesn't meet. Raises InvalidRequirement."""
+    unmet = []
+    for line in requirements.splitlines():
+        text = line.partition("#")[0].strip()
+        if not text or text.startswith("-"):
+            continue
+        wanted = Requirement(text)
+        if wanted.marker is None or wanted.marker.evaluate():
+            try:
+                met = wanted.specifier.contains(importlib_metadata.version(wanted.name), prereleases=True)
+            except importlib_metadata.PackageNotFoundError:
+                met = False
+            if not met:
+                unmet.append(f"{wanted.name}{wanted.specifier}")
+    return unmet
 
 
 def _pip(*arguments: str, **environ: str) -> None:

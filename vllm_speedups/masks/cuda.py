@@ -122,9 +122,10 @@ class CudaMasks:
 
 
 def usable(logits: torch.Tensor) -> bool:
-    """Whether logits are on this process's own CUDA device, outside of a graph that is being captured."""
+    """Whether logits of a known dtype are on this process's own CUDA device, outside of a graph that is being captured."""
     return (
         logits.is_cuda
+        and logits.dtype in VIEWS
         and torch.version.cuda is not None
         and logits.device.index == torch.cuda.current_device()
         and not torch.cuda.is_current_stream_capturing()

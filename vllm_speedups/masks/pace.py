@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 # Of the time that passes, and in seconds the most that may be saved up: for walking, while requests wait.
 SHARE, MOST = 0.015, 0.005
-# The same for building networks, on a thread of its own but beside the interpreter lock; and of the time that is saved.
+# The same for building networks, on a thread of its own but beside the interpreter lock: of the CPU time that the process
+# takes, since on a busy machine that is little of the time that passes; and of the time that copied rows save.
 BUILD_SHARE, BUILD_MOST, BUILD_RETURNS = 0.005, 1.0, 0.1
 
 
