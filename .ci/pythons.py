@@ -23,7 +23,8 @@ def interpreter(version: str) -> str:
 
 def run(*command: str, status: int = 0) -> str:
     """The output of a command. Ends the program where it ends with another status."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Not in the checkout, whose package would be found before the installed one.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tempfile.gettempdir())
     if done.returncode != status:
         sys.exit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return done.stdout
