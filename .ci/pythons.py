@@ -1,7 +1,7 @@
 """The wheel in dist/ on every supported Python found here: python .ci/pythons.py [VERSION ...]
 
-For each of 3.9 to 3.13, as `pythonX.Y` on the PATH or from pyenv: a new environment with the wheel and what it asks for, and
-there the import, `vllm-speedups --help`, `doctor` without vLLM, and `audit` of a folder with a `vllm/` in it.
+For each of 3.9 to 3.13, as `pythonX.Y` on the PATH or from pyenv, in a new environment with the wheel and what it asks for: the
+import, `vllm-speedups --help`, `doctor` without vLLM, and `audit` of a folder with a `vllm/` in it.
 """
 
 import json
@@ -23,7 +23,8 @@ def interpreter(version: str) -> str:
 
 def run(*command: str, status: int = 0) -> str:
     """The output of a command. Ends the program where it ends with another status."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Not in the checkout, whose package would be found before the installed one.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tempfile.gettempdir())
     if done.returncode != status:
         sys.exit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return done.stdout
