@@ -32,13 +32,13 @@ def grow(seq, token: int) -> None:
     seq.append_token_id(token, {token: Logprob(-0.25)})
 
 
-def scheduler(blocks: int, swap_blocks: int = 64, block_size: int = 16, swap: bool = False, sequences: int = 64):
+def scheduler(blocks: int, swap_blocks: int = 512, block_size: int = 16, swap: bool = False, sequences: int = 64):
     """vLLM's scheduler with its block manager, prefix caching on, and room for `blocks` blocks."""
     limit = 65_536
     config = SchedulerConfig(
         **accepted(
             SchedulerConfig.__init__, max_num_batched_tokens=limit, max_num_seqs=sequences, max_model_len=limit,
-            preemption_mode="swap" if swap else "recompute",
+            preemption_mode="swap" if swap else None,
         )
     )  # fmt: skip
     cache = CacheConfig(
@@ -56,12 +56,14 @@ class Run:
 
     def __init__(self, seed: int, blocks: int, swap: bool, forks: bool):
         self.rng = random.Random(seed)
-        self.scheduler = scheduler(blocks, swap=swap)
+        # Groups of several sequences are swapped out whatever the mode is, and a mode that forbids it is an error.
+        self.scheduler = scheduler(blocks, swap=swap and not forks)
+        self.widths = ((2, 3) if swap else (1, 1, 1, 2)) if forks else (1,)
         self.forks, self.number, self.groups, self.trace = forks, 0, [], []
         # What came to pass, so that a test can say that it saw it.
         self.events: set = set()
         base = [self.rng.randrange(50_000) for _ in range(600)]
-        self.prompts = [base[: self.rng.randrange(1, 600)] + [1, 2, 3] * self.rng.randrange(3) for _ in range(6)]
+        self.prompts = [base[: self.rng.choice((5, 40, 100, 470))] + [seed] * self.rng.randrange(90) for _ in range(8)]
 
     def next_number(self) -> int:
         self.number += 1
@@ -69,7 +71,7 @@ class Run:
 
     def arrive(self) -> None:
         seq = sequence(self.next_number(), list(self.rng.choice(self.prompts)))
-        width = self.rng.choice((1, 2, 3)) if self.forks else 1
+        width = self.rng.choice(self.widths)
         offered = {
             "request_id": str(seq.seq_id), "seqs": [seq], "arrival_time": float(seq.seq_id),
             "sampling_params": SamplingParams(max_tokens=64, **({"n": width, "best_of": width} if self.forks else {})),
@@ -101,7 +103,7 @@ class Run:
                 if len(group.get_seqs(status=SequenceStatus.RUNNING)) < group.width and self.rng.random() < 0.4:
                     self.fork(group, seq)
                 grow(seq, self.rng.randrange(50_000))
-                if seq.get_output_len() > 48 or self.rng.random() < 0.04:
+                if seq.get_output_len() > 100 or self.rng.random() < 0.01:
                     seq.status = SequenceStatus.FINISHED_STOPPED
                     self.scheduler.free_seq(seq)
         tables = [(one.request_id, one.block_tables, one.computed_block_nums, one.is_prompt) for one in metadata]
@@ -125,7 +127,7 @@ class Run:
 
     def go(self, steps: int):
         for _ in range(steps):
-            if len(self.groups) < 6 and self.rng.random() < 0.5:
+            if len(self.groups) < 12 and self.rng.random() < 0.5:
                 self.arrive()
             if self.groups:
                 self.step()
