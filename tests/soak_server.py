@@ -212,7 +212,9 @@ async def besieged(server: Server, model: str, adversary, options: argparse.Name
 
         async def ordinary(seed: int) -> None:
             async with gates[1]:
-                answer = await stream(session, server, *request(model, seed, options.tokens, by_schema(BOUNDED)))
+                answer = await stream(
+                    session, server, *request(model, seed, options.tokens, by_schema(json.loads(SCHEMAS["bounded"])))
+                )
                 waits.extend(np.diff([0.0, *answer["times"]]))
 
         numbers = range(first, first + options.requests)
