@@ -67,13 +67,21 @@ def _answer(llm, run: dict) -> dict:
         try:
             with stages or contextlib.nullcontext():
                 outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        except ValueError as error:
-            # vLLM's way to say that a request asks for what the backend does not do.
+        except _refusals() as error:
             return {"refused": str(error)}
         ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
     seconds = time.perf_counter() - start
     answer = {"seconds": seconds, "tokens": sum(len(one) for request in ids for one in request), "ids": ids}
     return {**answer, **({"stages": stages.summary()} if stages else {}), **_what_happened(llm)}
+
+
+def _refusals() -> tuple:
+    """What vLLM raises where a request asks for what the backend does not do."""
+    try:
+        from vllm.exceptions import VLLMValidationError
+    except ImportError:
+        return (ValueError,)
+    return ValueError, VLLMValidationError
 
 
 def _synchronize():
