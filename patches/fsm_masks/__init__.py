@@ -17,17 +17,9 @@ MODULE = "vllm.model_executor.guided_decoding.outlines_logits_processors"
 CALL = "BaseLogitsProcessor.__call__"
 COMPILE = "RegexLogitsProcessor._get_guide"
 
-_FSM = Shape("fsm", "fsm_state", lambda processor: processor.init_state(), guide_class="RegexFSM")
-_GUIDE = Shape("_guide", "_fsm_state")
-_FILTERED = Shape("_guide", "_fsm_state", filters=True)
-# The form in which stock keeps the compiled guides in memory itself.
-COMPILED_ONCE = "guides, compiled once"
 SHAPES = {
-    "automata, before guided_decoding/": _FSM,
-    "automata": _FSM,
-    COMPILED_ONCE: _GUIDE,
-    "guides": _GUIDE,
-    "guides, filtered": _FILTERED,
+    "automata": Shape("fsm", "fsm_state", lambda processor: processor.init_state(), guide_class="RegexFSM"),
+    "guides": Shape("_guide", "_fsm_state"),
     "guides, reasoner": Shape("_guide", "_fsm_state", filters=True, content="extract_content"),
     "guides, reasoning parser": Shape("_guide", "_fsm_state", filters=True, content="extract_content_ids"),
 }
@@ -41,7 +33,7 @@ def build(context) -> dict:
         module, _, name = path.partition(":")
         if name == CALL:
             replacements[path] = make_call(context, stock, SHAPES[context.form], sys.modules[module], counts)
-        elif name == COMPILE and context.form != COMPILED_ONCE:
+        elif name == COMPILE:
             replacements[path] = _compile(stock, counts, context.failed)
     return replacements
 

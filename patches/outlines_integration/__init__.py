@@ -19,10 +19,6 @@ SHAPES = {
         guide_class="RegexFSM",
         copies=True,
     ),
-    "outlines.integrations, restarting": Shape(
-        "fsm", "_fsm_state", lambda processor: setattr(processor, "_fsm_state", defaultdict(int)), copies=True
-    ),
-    "outlines.integrations": Shape("fsm", "_fsm_state", copies=True),
     "outlines.integrations, pinned masks": Shape("fsm", "_fsm_state", copies=True),
 }
 

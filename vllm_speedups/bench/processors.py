@@ -56,8 +56,8 @@ def run(options) -> int:
     results = [_measure(patch, options) for patch in _fitting()]
     if not results:
         print(
-            "bench processors: neither vLLM 0.4.0 to 0.9.2 nor outlines 0.0.31 to 0.0.44 is installed: only they have "
-            "processors that it can measure here",
+            "bench processors: no vLLM or outlines is installed whose logits processors fsm-masks or outlines-integration "
+            "serves here: see docs/compatibility.md",
             file=sys.stderr,
         )
         return 2
