@@ -26,11 +26,11 @@ def run(*command: str, **more) -> bytes:
     return done.stdout
 
 
-def build(folder: Path, epoch: int) -> dict:
-    """Build the last commit below `folder`: name -> file of what came out."""
+def build(commit: str, folder: Path, epoch: int) -> dict:
+    """Build a commit below `folder`: name -> file of what came out."""
     source = folder / "source"
     source.mkdir()
-    with tarfile.open(fileobj=io.BytesIO(run("git", "archive", "HEAD", cwd=ROOT))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(run("git", "archive", commit, cwd=ROOT))) as archive:
         archive.extractall(source)
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
     run(sys.executable, "-m", "build", "--outdir", str(folder / "dist"), str(source), env=environ)
@@ -54,9 +54,11 @@ def repack(sdist: Path, epoch: int) -> None:
 
 def main() -> int:
     """0: dist/ holds what two builds agreed on."""
-    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct", cwd=ROOT))
+    # Named once: somebody may commit between the two builds.
+    commit = run("git", "rev-parse", "HEAD", cwd=ROOT).decode().strip()
+    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct", commit, cwd=ROOT))
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        built, again = build(Path(one), epoch), build(Path(other), epoch)
+        built, again = build(commit, Path(one), epoch), build(commit, Path(other), epoch)
         different = [name for name in built if name not in again or built[name].read_bytes() != again[name].read_bytes()]
         if different or set(built) != set(again):
             sys.exit(f"two builds differ: {', '.join(different) or f'{sorted(built)} and {sorted(again)}'}")

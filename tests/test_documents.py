@@ -57,9 +57,8 @@ def test_a_link_that_leads_nowhere_is_found():
 
 def test_every_page_is_in_the_navigation_and_the_navigation_has_no_other():
     listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(
-        page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").glob("**/*.md")
-    )
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").glob("**/*.md")]
+    assert sorted(listed) == sorted(pages), "mkdocs.yml: nav lists every page once, and start from docs/index.md too"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
