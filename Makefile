@@ -10,7 +10,7 @@ TOOLS  := .venv-tools
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
 # The reports that tables and plots are made from.
-FIGURES := demo demo-no-whitespace guided rows-xgrammar mask prefix
+FIGURES := demo demo-no-whitespace rows-xgrammar first mask prefix guided
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
@@ -116,6 +116,7 @@ measure-demo: ARGUMENTS := demo --repeat 3
 measure-demo-no-whitespace: ARGUMENTS := demo --backends xgrammar --disable-any-whitespace --repeat 2
 measure-guided: ARGUMENTS := bench guided --minutes 4
 measure-rows-xgrammar: ARGUMENTS := bench rows --backends xgrammar
+measure-first: ARGUMENTS := bench first
 measure-mask: ARGUMENTS := bench mask
 measure-prefix: ARGUMENTS := bench prefix --repeat 9
 

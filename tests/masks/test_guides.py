@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from vllm_speedups.masks.guides import GuideCache, index_bytes, table_bytes
+from vllm_speedups.masks.guides import _GUIDE_BYTES, GuideCache, index_bytes, table_bytes
 
 
 class Guide:
@@ -26,12 +26,20 @@ def test_a_guide_is_made_once_for_a_key():
 
 
 def test_the_least_recently_used_is_forgotten_once_nobody_holds_it():
-    cache = cache_of(20)
+    budget = 2 * (10 + len("a") + _GUIDE_BYTES)
+    cache = cache_of(budget)
     for key in ("a", "b", "a", "c"):
         cache.get(key, Guide)
     fresh = Guide()
     assert cache.get("a", lambda: fresh) is not fresh and cache.get("b", lambda: fresh) is fresh
-    assert cache.nbytes <= 20
+    assert cache.nbytes <= budget
+
+
+def test_the_text_of_a_specification_counts_and_so_does_a_guide_of_few_states():
+    cache = cache_of(10**6)
+    for number in range(1000):
+        cache.get(("class", f"{number:2000}", None), lambda: Guide(0))
+    assert len(cache) < 10**6 // (2000 + _GUIDE_BYTES) + 1 and cache.nbytes <= 10**6
 
 
 def test_a_guide_in_use_is_shared_past_the_budget():

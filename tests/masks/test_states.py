@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from vllm_speedups.masks.states import _ENTRY_BYTES, StateCache
+from vllm_speedups.masks.states import _ENTRY_BYTES, _GUIDE_BYTES, StateCache
 
 
 def bias(key: str, nbytes: int = 1000) -> SimpleNamespace:
@@ -32,11 +32,11 @@ def test_equal_biases_of_one_kind_are_one_and_count_once():
     first = cache.put("guide", 1, 0, bias("a"))
     assert cache.put("guide", 1, 1, bias("a")) is first and cache.put("other", 1, 7, bias("a")) is first
     assert cache.put("guide", 2, 0, bias("a")) is not first
-    assert cache.nbytes == 2 * 1000 + 4 * _ENTRY_BYTES
+    assert cache.nbytes == 2 * 1000 + 4 * _ENTRY_BYTES + 3 * _GUIDE_BYTES
 
 
 def test_the_least_recently_used_guide_is_forgotten_first():
-    cache = StateCache(2 * (1000 + _ENTRY_BYTES))
+    cache = StateCache(2 * (1000 + _ENTRY_BYTES + _GUIDE_BYTES))
     cache.put("a", 1, 0, bias("a"))
     cache.put("b", 1, 0, bias("b"))
     held = cache.states("b", 1)
@@ -47,13 +47,13 @@ def test_the_least_recently_used_guide_is_forgotten_first():
 
 
 def test_a_shared_bias_is_freed_with_the_last_guide_that_uses_it():
-    cache = StateCache(1000 + 2 * _ENTRY_BYTES)
+    cache = StateCache(1000 + 2 * (_ENTRY_BYTES + _GUIDE_BYTES))
     cache.put("a", 1, 0, bias("x"))
     cache.put("b", 1, 0, bias("x"))
     cache.put("c", 1, 0, bias("x"))
-    assert len(cache) == 2 and cache.nbytes == 1000 + 2 * _ENTRY_BYTES
+    assert len(cache) == 2 and cache.nbytes == 1000 + 2 * (_ENTRY_BYTES + _GUIDE_BYTES)
     cache.put("d", 1, 0, bias("y"))
-    assert len(cache) == 1 and cache.nbytes == 1000 + _ENTRY_BYTES
+    assert len(cache) == 1 and cache.nbytes == 1000 + _ENTRY_BYTES + _GUIDE_BYTES
 
 
 def test_what_is_larger_than_the_budget_is_not_kept():
@@ -76,6 +76,7 @@ def test_threads_that_put_at_once_keep_the_account():
         thread.join()
     shared = cache._biases.values()
     entries = sum(len(states.biases) for states in cache._held.values())
-    assert cache.nbytes == entries * _ENTRY_BYTES + sum(one.nbytes for one, _ in shared) <= cache.budget
+    own = entries * _ENTRY_BYTES + len(cache) * _GUIDE_BYTES
+    assert cache.nbytes == own + sum(one.nbytes for one, _ in shared) <= cache.budget
     used = sum(len(states.owned) for states in cache._held.values())
     assert used == sum(count for _, count in shared)

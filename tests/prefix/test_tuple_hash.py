@@ -110,3 +110,9 @@ def test_blocks_are_hashed_with_all_before_them(length, output, block_size, adap
 
 def test_this_python_is_known():
     assert tuple_hash.exact()
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_there_are_no_steps_below_one(step):
+    with pytest.raises(ValueError, match="step"):
+        prefix_hashes(tuple(range(1000)), step)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Callable
 from weakref import WeakValueDictionary
 
 # Bytes that one transition takes: in outlines_core's hash maps, and in Python's dictionaries beside the table.
 _INDEX_BYTES, _INTEGER_BYTES = 13, 64
+# What a guide costs beside its transitions, roughly: its objects, its entries in three dictionaries, a tensor.
+_GUIDE_BYTES = 4000
 _VISITS, _SAMPLES = 40, 16
 
 
@@ -34,7 +35,7 @@ class GuideCache:
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, key: Hashable, compiled: Callable[[], object]):
+    def get(self, key: tuple, compiled: Callable[[], object]):
         """The guide of `key`, made by `compiled()` where it is not known, by one thread while others wait for it.
 
         What `compiled` raises is raised. Threads that waited in vain compile for themselves.
@@ -67,8 +68,9 @@ class GuideCache:
             future.set_result(guide)
         return guide
 
-    def _keep(self, key: Hashable, guide) -> None:
-        size = self._size(guide)
+    def _keep(self, key: tuple, guide) -> None:
+        # The specification, of any length, is part of the key.
+        size = self._size(guide) + _GUIDE_BYTES + sum(len(part) for part in key if isinstance(part, str))
         with self._lock:
             self.counters["compiled"] += 1
             self._alive[key] = guide

@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
-# What the entry of one state costs beside its bias, roughly.
-_ENTRY_BYTES = 200
+# What the entry of one state costs beside its bias, and what a guide costs without any, roughly.
+_ENTRY_BYTES, _GUIDE_BYTES = 200, 1000
 
 
 class States:
@@ -64,6 +64,8 @@ class StateCache:
             states = self._held.get(key)
             if states is None:
                 states = self._held[key] = States(key)
+                states.nbytes = _GUIDE_BYTES
+                self.nbytes += _GUIDE_BYTES
             self._held.move_to_end(key)
             if state in states.biases:
                 return bias

@@ -42,8 +42,11 @@ class _Item:
 def prefix_hashes(items: tuple, step: int, *others: object) -> list:
     """`[hash(items[:step]), hash(items[:2 * step]), ...]` for all full steps, in time linear in their number.
 
-    With `others`, of `(prefix, other)`; with two of them, of `((prefix, other), another)`.
+    With `others`, of `(prefix, other)`; with two of them, of `((prefix, other), another)`. Raises ValueError for a step
+    below 1.
     """
+    if step < 1:
+        raise ValueError(f"a step of {step} items")
     final = step + 1 ^ _LENGTH
     item = _Item(_FIRST)
     hashes: list = []
