@@ -115,4 +115,4 @@ def test_this_python_is_known():
 @pytest.mark.parametrize("step", [0, -1])
 def test_there_are_no_steps_below_one(step):
     with pytest.raises(ValueError, match="step"):
-        prefix_hashes(tuple(range(1000)), step)
+        tuple_hash.prefix_hashes(tuple(range(1000)), step)
