@@ -24,6 +24,8 @@ from . import report as reports
 
 CLASS, HASH = "vllm.sequence:SequenceData", "vllm.sequence:Sequence.hash_of_block"
 SIDES = ("stock", "patched")
+# A run in which every hash is looked up in a list, to tell what hashing takes of the others.
+KNOWN = "known"
 VOCAB_SIZE = 50_000
 
 
@@ -95,14 +97,17 @@ def _called() -> bool:
 
 
 @contextlib.contextmanager
-def _side(patch, side: str, timer: list | None = None):
-    """One side in place: the class that sequences are made with, and the method, which may be timed (ns, calls)."""
+def _side(patch, side: str, known: dict | None = None):
+    """One side in place: the class that sequences are made with, and the method; for KNOWN, one that looks hashes up."""
     import vllm.sequence as module
 
-    made, method = (patch.stock if side == "stock" else patch.replacements)[CLASS], None
-    method = patch.stock[HASH] if side == "stock" else patch.gates[HASH]
-    if timer is not None:
-        method = _timed(method, timer)
+    made = (patch.replacements if side == "patched" else patch.stock)[CLASS]
+    method = patch.gates[HASH] if side == "patched" else patch.stock[HASH]
+    if side == KNOWN:
+
+        def method(self, logical_idx):
+            return known[self.seq_id][logical_idx]
+
     before = module.SequenceData, module.Sequence.hash_of_block
     module.SequenceData, module.Sequence.hash_of_block = made, method
     try:
@@ -111,69 +116,61 @@ def _side(patch, side: str, timer: list | None = None):
         module.SequenceData, module.Sequence.hash_of_block = before
 
 
-def _timed(method, timer: list):
-    clock = time.perf_counter_ns
-
-    def hash_of_block(self, logical_idx):
-        begin = clock()
-        found = method(self, logical_idx)
-        timer[0] += clock() - begin
-        timer[1] += 1
-        return found
-
-    return hash_of_block
-
-
-def _timer_cost() -> float:
-    """Nanoseconds that `_timed` counts for a call of nothing."""
-    timer = [0, 0]
-    nothing = _timed(lambda self, logical_idx: None, timer)
-    for _ in range(20_000):
-        nothing(None, 0)
-    return timer[0] / timer[1]
-
-
 def _hashing(patch, length: int, options) -> dict:
     """Every block of new prompts of one length."""
     rng = random.Random(length)
     times: dict = {side: [] for side in SIDES}
-    for turn in range(options.repeat):
+    for turn in range(options.repeat + 1):
         prompt, seen = _tokens(rng, length), []
         for side in SIDES if turn % 2 else SIDES[::-1]:
             with _side(patch, side) as module:
                 seq = _sequence(module, turn, list(prompt), options.block_size)
                 begin = time.thread_time()
                 seen.append([seq.hash_of_block(block) for block in range(length // options.block_size)])
-                times[side].append(time.thread_time() - begin)
+                # The first turn warms both sides up.
+                times[side] += [time.thread_time() - begin] if turn else []
         if seen[0] != seen[1]:
             raise AssertionError("stock and patched hashes differ")
     return {"length": length, **{side: 1e3 * statistics.median(values) for side, values in times.items()}}
 
 
 def _share(patch, length: int, outputs: int, options) -> dict:
-    """What hashing takes of requests whose prompts are cached, on both sides."""
+    """What hashing takes of requests whose prompts are cached: what goes where every hash is known beforehand."""
     rng = random.Random(f"{length} {outputs}")
     prompts = [_tokens(rng, length) for _ in range(options.requests)]
-    runs: dict = {side: [] for side in SIDES}
-    calls = _timer_cost()
+    with _side(patch, "stock") as module:
+        known = {
+            number: _all_hashes(_sequence(module, number, prompt, options.block_size), outputs)
+            for number, prompt in enumerate(prompts)
+        }
+    sides = (*SIDES, KNOWN)
+    runs: dict = {side: [] for side in sides}
     for turn in range(options.repeat):
-        for side in SIDES if turn % 2 else SIDES[::-1]:
-            timer = [0, 0]
-            with _side(patch, side, timer) as module:
+        for side in sides if turn % 2 else sides[::-1]:
+            with _side(patch, side, known) as module:
                 scheduler = _scheduler(length + outputs, options)
                 _serve(module, scheduler, prompts, outputs, options.block_size)
-                timer[:] = 0, 0
                 gc.collect()
-                begin = time.perf_counter_ns()
+                begin = time.thread_time()
                 _serve(module, scheduler, prompts, outputs, options.block_size)
-                spent = time.perf_counter_ns() - begin
-            # The clock's own part is no work of either side.
-            runs[side].append(((timer[0] - calls * timer[1]) / 1e6, (spent - calls * timer[1]) / 1e6))
-    row: dict = {"length": length, "outputs": outputs}
-    for side, values in runs.items():
-        hashing, total = (statistics.median(column) for column in zip(*values))
-        row[side] = {"hashing": hashing, "total": total, "share": hashing / total}
-    return row
+                runs[side].append(1e3 * (time.thread_time() - begin))
+    totals = {side: statistics.median(values) for side, values in runs.items()}
+    return {
+        "length": length, "outputs": outputs, "known": totals[KNOWN],
+        **{side: {"total": totals[side], "share": 1 - totals[KNOWN] / totals[side]} for side in SIDES},
+    }  # fmt: skip
+
+
+def _all_hashes(seq, outputs: int) -> list:
+    """The hashes of all blocks of a sequence that will have grown as `_serve` lets it grow."""
+    hashes = []
+    for step in range(-1, outputs):
+        if step >= 0:
+            seq.data.append_token_id(step, -1.0)
+        blocks = -(-seq.data.get_len() // seq.block_size)
+        # The last one again while it grows: stock hashes what there is.
+        hashes[blocks - 1 :] = [seq.hash_of_block(block) for block in range(len(hashes[: blocks - 1]), blocks)]
+    return [*hashes, None]
 
 
 def _serve(module, scheduler, prompts: list, outputs: int, block_size: int) -> None:
