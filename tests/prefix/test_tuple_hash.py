@@ -89,8 +89,8 @@ def test_an_item_that_would_have_to_hash_to_minus_one(others):
 
 @hypothesis_settings(max_examples=200, deadline=None)
 @given(
-    st.integers(0, 900) | st.just(9000), st.lists(st.integers(0, 99), max_size=80), st.sampled_from((1, 8, 16)), st.integers(0, 3),
-    st.booleans(),
+    st.integers(0, 900) | st.just(9000), st.lists(st.integers(0, 99), max_size=80), st.sampled_from((1, 8, 16)),
+    st.integers(0, 3), st.booleans(),
 )  # fmt: skip
 def test_blocks_are_hashed_with_all_before_them(length, output, block_size, adapter, flat):
     prompt = tuple(position * 7919 % 50_021 for position in range(length))
