@@ -79,7 +79,9 @@ answer["version"] = plugin.vllm_version()
 @pytest.fixture(scope="module")
 def zygote():
     read, write = os.pipe()
-    environ = {key: value for key, value in os.environ.items() if key not in (*settings.VARIABLES, "VLLM_PLUGINS")}
+    # Other tests may have told vLLM to be silent.
+    ours = (*settings.VARIABLES, "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM")
+    environ = {key: value for key, value in os.environ.items() if key not in ours}
     # So that every patch is on.
     environ[settings.CUDA_MASKS] = "1"
     process = subprocess.Popen(
