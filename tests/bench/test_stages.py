@@ -46,12 +46,24 @@ def engine(monkeypatch):
     class Inherits(Runner):
         pass
 
+    class Grammar:
+        def accept_tokens(self, tokens: list) -> int:
+            clock.now += 0.125
+            return len(tokens)
+
+    class Backend:
+        def compile_grammar(self) -> Grammar:
+            clock.now += 0.5
+            return Grammar()
+
+    module.Grammar, module.Backend = Grammar, Backend
     module.Runner, module.Inherits, module.kernel, module.clock = Runner, Inherits, Kernel(), clock
     monkeypatch.setitem(sys.modules, "some_engine", module)
     timed = (
         ("forward", "some_engine", "Runner.execute_model"),
         ("forward", "some_engine", "Inherits.execute_model"),
         ("transfer", "some_engine", "Runner.apply"),
+        ("advance", "some_engine", "Backend.compile_grammar"),
         ("apply", "some_engine", "kernel"),
         ("sample", "some_engine", "Runner.missing"),
         ("sample", "another_engine", "missing"),
@@ -74,6 +86,18 @@ def test_each_stage_counts_its_own_time_and_the_rest_is_other(engine):
     assert (engine.Runner.execute_model, engine.Runner.apply, engine.kernel) == before
     # Before and after each of three stages, twice, and at the end.
     assert len(synchronized) == 2 * 3 * 2 + 1
+
+
+def test_grammars_are_timed_one_by_one_and_their_class_is_left_as_it_is(engine):
+    backend, before = engine.Backend(), dict(vars(engine.Grammar))
+    measured = stages.Stages()
+    with measured:
+        grammar = backend.compile_grammar()
+        assert [grammar.accept_tokens([1, 2]), engine.Grammar().accept_tokens([1])] == [2, 1]
+        assert dict(vars(engine.Grammar)) == before
+    summary = measured.summary()
+    assert (summary["advance"], summary["other"]) == (125.0, 625.0)
+    assert "making" not in engine.Backend.compile_grammar.__qualname__
 
 
 def test_what_raises_is_counted_and_put_back(engine):

@@ -143,6 +143,7 @@ class _Session:
         self._stages: list = []
         self._refused: dict = {}
         self._engines: dict = {}
+        self._forward = False
         self.device = "cpu"
 
     def measure(self, backend: str, share: float) -> None:
@@ -164,7 +165,8 @@ class _Session:
     def _rounds(self, backend: str, engines: tuple, share: float) -> None:
         options = self._options
         for engine in engines:
-            engine.generate(self._prompts(options.batches[0]), 4)
+            # As long as a run: the first one of an engine is slower than any later one.
+            engine.generate(self._prompts(options.batches[0]), options.tokens)
         for number in range(options.repeat):
             began = time.monotonic()
             for batch in options.batches:
@@ -196,7 +198,11 @@ class _Session:
         if schema:
             arguments["guide"] = {"json": self._schemas[schema]}
         count = min(batch, GREEDY) if name == "greedy" else batch * (self._options.requests if schema else 1)
-        pair = [engine.generate(self._prompts(count), self._options.tokens, **arguments) for engine in engines]
+        # Who was asked last is asked first: neither engine always follows the other.
+        self._forward = not self._forward
+        asked = engines if self._forward else engines[::-1]
+        pair = [engine.generate(self._prompts(count), self._options.tokens, **arguments) for engine in asked]
+        pair = pair if self._forward else pair[::-1]
         refused = next((answer["refused"] for answer in pair if "refused" in answer), None)
         if refused:
             self._refused[backend, schema] = refused.splitlines()[0][:200]
@@ -288,15 +294,23 @@ def table(report: dict) -> str:
         last = labels
     lines += [f"{one['backend']} refused {one['schema']}: {one['reason']}" for one in report["refused"]]
     for backend, engine in report["engines"].items():
-        off = [f"{name} ({how})" for name, how in engine["patches"].items() if how not in ("applied", "waiting")]
-        lines += [f"{backend}: not applied: {', '.join(off)}"] if off else []
         lines += [f"{backend}: the engine failed"] if engine["failed"] else []
+    # What is not meant for this vLLM is no news; what is true of every engine is said once.
+    off = {
+        backend: [f"{name} ({how})" for name, how in engine["patches"].items() if how not in _NO_NEWS]
+        for backend, engine in report["engines"].items()
+    }
+    same = len({tuple(names) for names in off.values()}) == 1
+    lines += dict.fromkeys(
+        f"{'' if same else backend + ': '}not applied: {', '.join(names)}" for backend, names in off.items() if names
+    )
     if report["what"] == "guided":
         lines += _as_first_reported(report) + _where_the_time_goes(report)
     equal = all(row["equal"] for row in rows)
     return "\n".join([*lines, "", "All token ids are equal." if equal else "TOKEN IDS DIFFER: please report this."])
 
 
+_NO_NEWS = ("applied", "waiting", "not meant")
 _WIDTHS = {"backend": 10, "batch": 6, "schema": 10}
 _HEAD = f"{'run':12} {'stock':>8} {'patched':>8} {'ratio':>6} {'':13} {'of unguided':>11}  token ids"
 
