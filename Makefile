@@ -117,6 +117,9 @@ measure-demo-no-whitespace: ARGUMENTS := demo --backends xgrammar --disable-any-
 measure-guided: ARGUMENTS := bench guided --minutes 4
 measure-rows-xgrammar: ARGUMENTS := bench rows --backends xgrammar
 measure-first: ARGUMENTS := bench first
+# State ids alone: what they cost while they learn must not hide behind what the masks save.
+measure-cold: ARGUMENTS := bench first --schemas 24 --batch 64 --tokens 64
+measure-cold: export VLLM_SPEEDUPS_DISABLE := grammar-masks
 measure-mask: ARGUMENTS := bench mask
 measure-prefix: ARGUMENTS := bench prefix --repeat 9
 

@@ -1,12 +1,14 @@
 """`vllm-speedups bench rows`: the time to fill a row, stock and patched, over built-in grammars or a folder of schemas.
 
-In the manner of MaskBench, yet through vLLM's own backend classes, without a model. Every patched row is compared with
-stock's. A folder holds JSON files, each a schema or `{"schema": ..., "tests": [{"data": ..., "valid": true}]}`.
+In the manner of MaskBench, yet through vLLM's own backend classes, without a model: the outputs of a grammar go on together,
+a token at a time, as the requests of a batch do. Every patched row is compared with stock's. A folder holds JSON files, each
+a schema or `{"schema": ..., "tests": [{"data": ..., "valid": true}]}`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -194,10 +196,8 @@ class Bench:
             return {"refused": str(error)[:80]}
         times: dict = {phase: [] for phase in PHASES}
         accepts: dict = {phase: [] for phase in PHASES}
-        random_, wrong, paths = random.Random(0), 0, []
-        for number in range(outputs):
-            given = self.tokenizer.encode(instances[number % len(instances)]) if instances else None
-            paths.append(list(self._walk(times["stock"], accepts["stock"], random_, given, tokens)))
+        given = [self.tokenizer.encode(instance) for instance in instances or ()]
+        paths, wrong = self._walk_stock(times["stock"], accepts["stock"], given, outputs, tokens), 0
         half = len(paths) // 2
         for phase, chosen, learnt in (
             ("cold", paths[:half], ()),
@@ -205,19 +205,32 @@ class Bench:
             ("warm", paths, paths),
         ):
             wrong += self._learn(learnt)
-            for path in chosen:
-                wrong += self._replay(path, times[phase], accepts[phase])
+            wrong += self._replay(chosen, times[phase], accepts[phase])
         summary = {phase: _quantiles(times[phase]) for phase in PHASES}
         tracking = (
             1e6 * (float(np.median(accepts["warm"])) - float(np.median(accepts["stock"]))) if accepts["warm"] else 0.0
         )
         return {"rows": len(times["stock"]), "compile_s": compiled, "wrong": wrong, "accept_us": tracking, **summary}
 
-    def _walk(self, fills: list, accepts: list, random_: random.Random, given: list | None, tokens: int) -> Iterator:
-        """Yields (token, the row before it) of one output by stock; random where none is given."""
-        grammar, mask = self._method("compile_grammar", False)(*self._arguments), self.mask
-        fill, accept = self._method("fill_bitmask", False), self._method("accept_tokens", False)
-        for step in range(len(given) if given else tokens):
+    def _compiled(self, patched: bool, count: int) -> list:
+        return [self._method("compile_grammar", patched)(*self._arguments) for _ in range(count)]
+
+    def _walk_stock(self, fills: list, accepts: list, given: list, outputs: int, tokens: int) -> list:
+        """Lists of (token, the row before it), one an output; random ones where none are given."""
+        walks = [
+            self._walk(grammar, fills, accepts, random.Random(number), given[number % len(given)] if given else None)
+            for number, grammar in enumerate(self._compiled(False, outputs))
+        ]
+        paths: list = [[] for _ in walks]
+        for step in range(max(map(len, given), default=0) if given else tokens):
+            for path, walk in zip(paths, walks):
+                path.extend(itertools.islice(walk, 1) if len(path) == step else ())
+        return paths
+
+    def _walk(self, grammar, fills: list, accepts: list, random_: random.Random, given: list | None) -> Iterator:
+        """Yields (token, the row before it) of one output by stock."""
+        fill, accept, mask = self._method("fill_bitmask", False), self._method("accept_tokens", False), self.mask
+        for step in range(len(given)) if given else itertools.count():
             start = time.perf_counter()
             fill(grammar, mask, 1)
             fills.append(time.perf_counter() - start)
@@ -231,25 +244,31 @@ class Bench:
                 if not len(liked):
                     return
                 token = int(liked[random_.randrange(len(liked))])
+            start = time.perf_counter()
+            accepted = accept(grammar, "bench", [token])
+            seconds = time.perf_counter() - start
             yield token, row
-            start = time.perf_counter()
-            if not accept(grammar, "bench", [token]) or grammar.is_terminated():
+            if not accepted or grammar.is_terminated():
                 return
-            accepts.append(time.perf_counter() - start)
+            accepts.append(seconds)
 
-    def _replay(self, path: list, fills: list, accepts: list) -> int:
-        """How many rows of a patched matcher differ from stock's along the same output."""
-        grammar, mask, wrong = self._method("compile_grammar", True)(*self._arguments), self.mask, 0
+    def _replay(self, paths: Sequence, fills: list, accepts: list) -> int:
+        """How many rows of patched matchers differ from stock's along the same outputs."""
+        grammars, mask, wrong = self._compiled(True, len(paths)), self.mask, 0
         fill, accept = self._method("fill_bitmask", True), self._method("accept_tokens", True)
-        self._last = grammar
-        for token, row in path:
-            start = time.perf_counter()
-            fill(grammar, mask, 1)
-            fills.append(time.perf_counter() - start)
-            wrong += not np.array_equal(mask.numpy()[1], row)
-            start = time.perf_counter()
-            accept(grammar, "bench", [token])
-            accepts.append(time.perf_counter() - start)
+        self._last = grammars[-1]
+        for step in range(max(map(len, paths))):
+            for grammar, path in zip(grammars, paths):
+                if step >= len(path):
+                    continue
+                token, row = path[step]
+                start = time.perf_counter()
+                fill(grammar, mask, 1)
+                fills.append(time.perf_counter() - start)
+                wrong += not np.array_equal(mask.numpy()[1], row)
+                start = time.perf_counter()
+                accept(grammar, "bench", [token])
+                accepts.append(time.perf_counter() - start)
         return wrong
 
     def _learn(self, paths: Sequence) -> int:
@@ -258,8 +277,7 @@ class Bench:
         deadline = time.monotonic() + 30
         while paths and time.monotonic() < deadline:
             before = counts["walks put off"]
-            for path in paths:
-                wrong += self._replay(path, [], [])
+            wrong += self._replay(paths, [], [])
             request = getattr(self._last, "_speedups", None)
             building = request is not None and request.grammar.fill_s == float("-inf")
             if building and request.grammar.network is None and not request.grammar.reason:

@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.speedups")
 
 # Seconds of filling by stock after which a network is built: grammars used once or twice cost nothing more. And seconds
 # that a fill has to take on average: walking and copying take some 5 us.
-BUILD_AFTER, CHEAP = 0.005, 1e-5
+BUILD_AFTER, CHEAP = 0.005, 6e-6
 # Seconds from which on a row is kept under the exact tokens.
 EXPENSIVE = 1e-4
 # Tokens that a request may have behind it when a network appears, and how many of them it walks at each row: where all
