@@ -3,7 +3,8 @@
     python tests/measure_contracts.py [--repeat 5] [WHEEL ...]
 
 Registering is timed in a process that has imported what a vLLM engine process has by then; the import of the plugin's own
-modules counts, from bytecode, which pip writes when it installs. Auditing is timed from the command line's start to its end, with the most memory that it held.
+modules counts, from bytecode, which pip writes when it installs. Auditing is timed from the command line's start to its
+end, with the most memory that it held.
 """
 
 from __future__ import annotations
