@@ -17,7 +17,7 @@ from . import report as reports
 from .engine import Engine, EngineFailed, engine_arguments
 from .guided import BACKENDS
 from .models import NoTokenizer, build_model
-from .report import say
+from .report import Unusable, say
 
 
 def add_arguments(parser) -> None:
@@ -33,25 +33,25 @@ def add_arguments(parser) -> None:
 
 def run(options) -> int:
     """Measure and print. 0: all tokens equal; 1: one differed or an engine failed; 2: an option makes no sense."""
-    unknown = sorted(set(options.backends) - set(BACKENDS))
-    wrong = f"--backends {','.join(unknown)}: known are {', '.join(BACKENDS)}" if unknown else ""
-    for name, least in (("schemas", 4), ("batch", 1), ("tokens", 1)):
-        if getattr(options, name) < least:
-            wrong = wrong or f"--{name} must be {least} or more"
-    if wrong:
-        print(f"bench first: {wrong}", file=sys.stderr)
+    try:
+        reports.check(options.backends, BACKENDS, batch=options.batch, tokens=options.tokens)
+        if options.schemas < 4:
+            raise Unusable("--schemas must be 4 or more")
+    except Unusable as error:
+        print(f"bench first: {error}", file=sys.stderr)
         return 2
-    rows = []
+    rows, engines = [], {}
     with tempfile.TemporaryDirectory(prefix="vllm-speedups-") as folder:
         try:
             model = str(build_model(Path(folder)))
             for backend in options.backends:
                 say(f"{backend}: starting two engines, stock and patched ...")
-                rows.append(_measure(model, backend, options))
+                row, engines[backend] = _measure(model, backend, options)
+                rows.append(row)
         except (NoTokenizer, EngineFailed) as error:
             print(f"bench first: {error}", file=sys.stderr)
             return 1
-    reports.finish(options, reports.make("first", options, rows=rows), table)
+    reports.finish(options, reports.make("first", options, rows=rows, engines=engines), table)
     return 0 if all(row["equal"] for row in rows) else 1
 
 
@@ -68,8 +68,7 @@ def table(report: dict) -> str:
             f"{patched['p90']:7.1f} {row['ratio']:6.2f}  {'equal' if row['equal'] else 'DIFFERENT'} ({row['tokens']:,})"
         )
     lines += ["", f"ratio: the median over {options['schemas']} schemas of stock's time by the patched engine's."]
-    off = dict.fromkeys(name for row in report["rows"] for name in row["disabled"])
-    return "\n".join([*lines, *([f"switched off: {', '.join(off)}"] if off else [])])
+    return "\n".join(lines + reports.not_applied(report["engines"]))
 
 
 def _schema(number: int) -> str:
@@ -88,7 +87,8 @@ def _schema(number: int) -> str:
     return json.dumps({**schema, "additionalProperties": False})
 
 
-def _measure(model: str, backend: str, options) -> dict:
+def _measure(model: str, backend: str, options) -> tuple:
+    """(the row of the table, what the patched engine says of itself) for one backend."""
     arguments = engine_arguments(model, backend, max_num_seqs=options.batch)
     prompts = [[1, 2000 + number] for number in range(options.batch)]
     with Engine(arguments, patched=False) as stock, Engine(arguments, patched=True) as patched:
@@ -107,7 +107,7 @@ def _measure(model: str, backend: str, options) -> dict:
                 times[side].append(1000 * answers[side]["seconds"])
             equal = equal and answers["stock"]["ids"] == answers["patched"]["ids"]
             tokens += answers["stock"]["tokens"]
-        disabled = [name for name, status in patched.about["patches"].items() if status == "disabled"]
+        about = {"patches": patched.about["patches"]}
     ratios = [one / other for one, other in zip(times["stock"], times["patched"])]
     sides = {side: {"median": median(ms), "p90": quantiles(ms, n=10)[-1]} for side, ms in times.items()}
-    return {"backend": backend, "tokens": tokens, "equal": equal, "ratio": median(ratios), "disabled": disabled, **sides}
+    return {"backend": backend, "tokens": tokens, "equal": equal, "ratio": median(ratios), **sides}, about

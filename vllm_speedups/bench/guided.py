@@ -25,7 +25,7 @@ from statistics import median
 from . import report as reports
 from .engine import Engine, EngineFailed, engine_arguments
 from .models import VOCAB_SIZE, NoTokenizer, build_model
-from .report import say
+from .report import Unusable, say
 from .schemas import SCHEMAS, NoSchema, find
 from .stages import STAGES
 
@@ -40,10 +40,6 @@ RUNS = (
 # Sampling with a seed for each request is the rule above; greedy decoding is compared too, and not timed.
 GREEDY = 16
 PROMPT = "Request {}: answer with one JSON object, its values made up."
-
-
-class Unusable(ValueError):
-    """Raised where an option makes no sense, with the line for the user."""
 
 
 def add_arguments(parser) -> None:
@@ -112,13 +108,8 @@ def run_as(what: str, options, draw=None) -> int:
 
 def _checked(options) -> tuple:
     """(schemas by name, more arguments of the engine). Raises Unusable or NoSchema."""
-    unknown = sorted(set(options.backends) - set(BACKENDS))
-    if unknown or not options.backends:
-        raise Unusable(f"--backends: {', '.join(unknown) or 'none given'}; known are {', '.join(BACKENDS)}")
-    numbers = {"--batches": min(options.batches, default=0), "--tokens": options.tokens}
-    for flag, number in {**numbers, "--repeat": options.repeat, "--requests": options.requests}.items():
-        if number < 1:
-            raise Unusable(f"{flag} must be 1 or more")
+    numbers = {name: getattr(options, name) for name in ("tokens", "repeat", "requests")}
+    reports.check(options.backends, BACKENDS, batches=min(options.batches, default=0), **numbers)
     if not options.schemas:
         raise Unusable(f"--schemas: none given; built in are {', '.join(SCHEMAS)}")
     try:
@@ -295,22 +286,13 @@ def table(report: dict) -> str:
     lines += [f"{one['backend']} refused {one['schema']}: {one['reason']}" for one in report["refused"]]
     for backend, engine in report["engines"].items():
         lines += [f"{backend}: the engine failed"] if engine["failed"] else []
-    # What is not meant for this vLLM is no news; what is true of every engine is said once.
-    off = {
-        backend: [f"{name} ({how})" for name, how in engine["patches"].items() if how not in _NO_NEWS]
-        for backend, engine in report["engines"].items()
-    }
-    same = len({tuple(names) for names in off.values()}) == 1
-    lines += dict.fromkeys(
-        f"{'' if same else backend + ': '}not applied: {', '.join(names)}" for backend, names in off.items() if names
-    )
+    lines += reports.not_applied(report["engines"])
     if report["what"] == "guided":
         lines += _as_first_reported(report) + _where_the_time_goes(report)
     equal = all(row["equal"] for row in rows)
     return "\n".join([*lines, "", "All token ids are equal." if equal else "TOKEN IDS DIFFER: please report this."])
 
 
-_NO_NEWS = ("applied", "waiting", "not meant")
 _WIDTHS = {"backend": 10, "batch": 6, "schema": 10}
 _HEAD = f"{'run':12} {'stock':>8} {'patched':>8} {'ratio':>6} {'':13} {'of unguided':>11}  token ids"
 

