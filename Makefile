@@ -10,7 +10,7 @@ TOOLS  := .venv-tools
 # Names what was installed, so that a new pin installs anew.
 READY  := $(VENV)/ready-vllm-$(VLLM)
 # The reports that tables and plots are made from.
-FIGURES := demo demo-no-whitespace rows-xgrammar first mask prefix guided
+FIGURES := demo demo-no-whitespace rows-xgrammar first cold mask prefix guided
 # Releases with the V0 engine whose Python code the tests in tests/v0 run, each in an environment of its own.
 V0     := 0.4.2 0.5.5 0.8.5
 
